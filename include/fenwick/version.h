@@ -1,0 +1,6 @@
+#pragma once
+
+#define FENWICK_VERSION_MAJOR 0
+#define FENWICK_VERSION_MINOR 1
+#define FENWICK_VERSION_PATCH 0
+#define FENWICK_VERSION "0.1.0"

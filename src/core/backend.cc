@@ -1,0 +1,9 @@
+#include "core/backend.h"
+
+namespace fenwick {
+
+#if !defined(FENWICK_CUDA)
+const Backend* CudaBackend() { return nullptr; }
+#endif
+
+}  // namespace fenwick
