@@ -1,0 +1,42 @@
+# Every target does its own set-up (Debian packages, .venv, configure, build); see `make help`.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PRESET ?= default
+BUILD := build
+PYTHON := .venv/bin/python
+# Parallel compilers: one per core, but no more than memory allows (2 GB each).
+JOBS ?= $(shell awk -v n=$$(nproc) '/MemAvailable/ {m = int($$2 / 2000000); print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
+
+.PHONY: help setup build demo test bench format check-format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## install Debian packages and the virtual environment
+	@scripts/setup.sh
+
+$(BUILD)/build.ninja: | setup
+	@cmake --preset $(PRESET) >$(BUILD)-configure.log 2>&1 || { cat $(BUILD)-configure.log; exit 1; }
+	@mv $(BUILD)-configure.log $(BUILD)/configure.log
+
+build: setup $(BUILD)/build.ninja ## build everything; the program is build/bin/fenwick
+	@cmake --build $(BUILD) --parallel $(JOBS)
+
+demo: build ## verify, train, generate and measure on this machine (about 8 minutes after the build)
+	@scripts/demo.sh
+
+test: build ## run all tests
+	@ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
+
+bench: build ## time the operators on this machine
+	@$(BUILD)/bin/fenwick bench
+
+format: setup ## rewrite the C++ sources in the project's style
+	@scripts/format.sh
+
+check-format: setup ## fail where a source is not in the project's style
+	@scripts/format.sh --check
+
+clean: ## remove the build and the demo's output (keeps .venv)
+	@rm -rf build out
