@@ -15,7 +15,8 @@
 // p - base == kStateRing. Bytes grow with log2(position): NumSlots(base) matrices for each head.
 //
 // Saturation (LevelPolicy::kSaturate with L levels): slots beyond TopSlot(L) are merged into slot
-// TopSlot(L), since all of them are read through level L - 1 for ever.
+// TopSlot(L), since all of them are read through level L - 1 for ever; the slot is live exactly when
+// base / kStateChunk >= 2^TopSlot(L). A state whose merge has begun goes on with that policy and L.
 #pragma once
 
 #include <algorithm>
@@ -59,8 +60,9 @@ struct StateView {
   TensorView nodes;     // [N, H, S, K, V] float32 (float64 with float64 storage); S >= 0 slots
   TensorView position;  // [N] int64: tokens seen
   TensorView base;      // [N] int64: tokens folded into nodes, a multiple of kStateChunk
-  // Upper bound of position[], known to the host: what capacity and level checks use. On the CPU
-  // the positions themselves are checked too.
+  // Upper bound of the positions ever reached (truncation does not lower it), known to the host:
+  // what capacity and level checks use on a device whose memory the host cannot read. On the CPU
+  // the positions themselves are checked.
   std::int64_t max_position = 0;
 
   bool given() const { return position.given(); }

@@ -1,0 +1,42 @@
+// The CPU backend: one kernel family for each transition.
+#include "core/backend.h"
+
+#include "cpu/cpu_backend.h"
+
+namespace fenwick {
+namespace {
+
+[[noreturn]] void NoKernel() {
+  throw Error("transition: expected one with a CPU kernel, there is no CPU kernel yet");
+}
+
+}  // namespace
+
+void ForwardCpu(const Inputs& inputs, const TensorView& o, const StateView& final_state,
+                const Context& context) {
+  NoKernel();
+}
+
+void BackwardCpu(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
+                 const Gradients& gradients, const Context& context) {
+  NoKernel();
+}
+
+void StepCpu(const Inputs& inputs, const TensorView& o, const Context& context) { NoKernel(); }
+
+std::size_t ForwardCpuWorkspaceBytes(const Inputs& inputs, const StateView& final_state) {
+  return 0;
+}
+
+std::size_t BackwardCpuWorkspaceBytes(const Inputs& inputs, const StateGradView& d_final_state,
+                                      const Gradients& gradients) {
+  return 0;
+}
+
+const Backend& CpuBackend() {
+  static constexpr Backend kBackend = {ForwardCpu, BackwardCpu, StepCpu, ForwardCpuWorkspaceBytes,
+                                       BackwardCpuWorkspaceBytes};
+  return kBackend;
+}
+
+}  // namespace fenwick
