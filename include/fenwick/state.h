@@ -15,8 +15,9 @@
 // p - base == kStateRing. Bytes grow with log2(position): NumSlots(base) matrices for each head.
 //
 // Saturation (LevelPolicy::kSaturate with L levels): slots beyond TopSlot(L) are merged into slot
-// TopSlot(L), since all of them are read through level L - 1 for ever; the slot is live exactly when
-// base / kStateChunk >= 2^TopSlot(L). A state whose merge has begun goes on with that policy and L.
+// TopSlot(L), since all of them are read through level L - 1 for ever; the slot is live exactly
+// when base / kStateChunk >= 2^TopSlot(L). A state whose merge has begun goes on with that policy
+// and L.
 #pragma once
 
 #include <algorithm>
