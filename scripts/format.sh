@@ -7,8 +7,10 @@ mapfile -t cxx < <(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 if [[ ${1:-} == --check ]]; then
   clang-format --dry-run --Werror "${cxx[@]}"
   .venv/bin/ruff check --quiet .
+  .venv/bin/ruff format --quiet --check .
   echo "format: ${#cxx[@]} C++ sources and all Python sources are clean"
 else
   clang-format -i "${cxx[@]}"
   .venv/bin/ruff check --quiet --fix .
+  .venv/bin/ruff format --quiet .
 fi

@@ -1,0 +1,66 @@
+"""What a model keeps between calls: one :class:`LayerState` for each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fenwick_attention.layers.common import LayerState
+
+
+class Cache:
+    """States of all layers of a model, indexed by layer; empty until the first call fills it.
+
+    Memory grows with log2 of the tokens seen. Works with ``transformers`` generation (greedy,
+    sampling, beams).
+    """
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self._layers: dict[int, LayerState] = {}
+
+    def __getitem__(self, layer: int) -> LayerState | None:
+        return self._layers.get(layer)
+
+    def __setitem__(self, layer: int, state: LayerState) -> None:
+        self._layers[layer] = state
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest sequence seen so far."""
+        state = self[layer_idx]
+        return 0 if state is None else state.recurrent.max_position
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(
+            s.recurrent.nbytes + sum(c.numel() * c.element_size() for c in s.conv)
+            for s in self._layers.values()
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> Cache:
+        """Sequence ``i`` becomes a copy of sequence ``beam_idx[i]``, in place."""
+        for layer, state in self._layers.items():
+            self._layers[layer] = state.index_select(beam_idx)
+        return self
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence ``repeats`` times, in place."""
+        import torch
+
+        for state in list(self._layers.values())[:1]:
+            n = state.recurrent.num_sequences
+            self.reorder_cache(torch.arange(n).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps only the sequences ``indices``, in place."""
+        self.reorder_cache(indices)
+
+    def to_dict(self) -> dict[int, Any]:
+        """Layer index to (conv tensors, operator state dict), for saving."""
+        return {i: (s.conv, s.recurrent.state_dict()) for i, s in self._layers.items()}

@@ -1,0 +1,190 @@
+"""What both mixers share: padding, convolution state, caches, float32 parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fenwick_attention import _ops
+from fenwick_attention.state import STATE_CHUNK, LogLinearState
+
+MAX_LEVELS = 15  # the peers' default: 16,384 tokens
+
+
+@dataclasses.dataclass
+class LayerState:
+    """What one mixer keeps between calls: conv inputs ``[N, D, W-1]`` and the operator's state."""
+
+    conv: list[Tensor]
+    recurrent: LogLinearState
+
+    def index_select(self, indices: Tensor) -> LayerState:
+        """The states of the sequences ``indices``."""
+        conv = [c.index_select(0, indices.to(c.device)) for c in self.conv]
+        return LayerState(conv, self.recurrent.index_select(indices))
+
+
+@dataclasses.dataclass
+class Packing:
+    """How a padded batch ``[B, T]`` was packed into one row of its real tokens."""
+
+    indices: Tensor  # [total] positions in the flattened batch
+    cu_seqlens: Tensor  # [B + 1] int64 on the CPU
+    shape: tuple[int, int]
+
+    @classmethod
+    def from_mask(cls, attention_mask: Tensor) -> Packing | None:
+        """``None`` where the mask ``[B, T]`` (1 = token, 0 = padding) hides nothing."""
+        if attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask: expected [batch, tokens], got {tuple(attention_mask.shape)}"
+            )
+        mask = attention_mask.bool()
+        lengths = mask.sum(dim=1).cpu()
+        if bool((lengths == mask.shape[1]).all()):
+            return None
+        cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return cls(mask.flatten().nonzero().squeeze(1), cu_seqlens, tuple(mask.shape))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """``[B, T, ...]`` to ``[1, total, ...]``."""
+        return x.flatten(0, 1).index_select(0, self.indices)[None]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """``[1, total, ...]`` to ``[B, T, ...]`` with zeros where padding was."""
+        batch, tokens = self.shape
+        flat = x.new_zeros(batch * tokens, *x.shape[2:]).index_copy(0, self.indices, x[0])
+        return flat.unflatten(0, (batch, tokens))
+
+
+def causal_conv1d(
+    conv: nn.Conv1d, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, silu: bool = True
+) -> Tensor:
+    """Depthwise causal convolution (then SiLU) of ``x`` ``[B, T, D]`` by the C++ kernel."""
+    weight = conv.weight.squeeze(1)
+    bias = conv.bias
+    if weight.dtype != x.dtype:
+        weight = weight.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
+    return torch.ops.fenwick.causal_conv1d(x, weight, bias, state, cu_seqlens, silu)
+
+
+def conv_state_after(
+    x: Tensor, width: int, state: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """The last ``width - 1`` inputs of every sequence, ``[N, D, width - 1]``, zeros before it."""
+    keep = width - 1
+    if cu_seqlens is None:
+        before = x.new_zeros(x.shape[0], keep, x.shape[2])
+        if state is not None:
+            before = state.transpose(1, 2)
+        return torch.cat([before, x], dim=1)[:, x.shape[1] :].transpose(1, 2).contiguous()
+    begin, end = (c.to(x.device)[:, None] for c in (cu_seqlens[:-1], cu_seqlens[1:]))
+    row = end - keep + torch.arange(keep, device=x.device)  # [N, keep] rows of x
+    inside = (row >= begin)[..., None]
+    rows = x[0].index_select(0, row.clamp(min=0).flatten()).unflatten(0, row.shape)
+    before = torch.zeros_like(rows)
+    if state is not None:
+        column = (row - begin + keep).clamp(0, keep - 1)[..., None].expand_as(rows)
+        before = state.transpose(1, 2).gather(1, column)
+    return torch.where(inside, rows, before).transpose(1, 2).contiguous()
+
+
+def inverse_softplus_uniform(
+    size: int, dt_min: float = 0.001, dt_max: float = 0.1, dt_init_floor: float = 1e-4
+) -> Tensor:
+    """``dt_bias`` such that softplus(dt_bias) is log-uniform in [dt_min, dt_max] (Mamba-2)."""
+    low, high = math.log(dt_min), math.log(dt_max)
+    dt = torch.exp(torch.rand(size) * (high - low) + low).clamp(min=dt_init_floor)
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+class Float32Parameters(nn.Module):
+    """Keeps the named parameters in float32 under ``.to(bfloat16)``, ``.half()`` and the like.
+
+    Decay rates live where bfloat16 is too coarse. Devices change as usual; ``.double()`` is obeyed.
+    """
+
+    float32_parameters: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def keep(t: Tensor) -> Tensor:
+            out = fn(t)
+            narrowed = out.dtype in (torch.bfloat16, torch.float16)
+            return t.to(out.device) if narrowed and t.dtype == torch.float32 else out
+
+        held = {name: self._parameters.pop(name) for name in self.float32_parameters}
+        super()._apply(fn, recurse)
+        # The module that holds only these parameters goes through torch's own conversion.
+        holder = nn.Module()
+        holder._parameters.update(held)
+        nn.Module._apply(holder, keep)
+        self._parameters.update(holder._parameters)
+        return self
+
+
+class Mixer(Float32Parameters):
+    """The walk of a call that both mixers share; a subclass computes ``_mix``."""
+
+    layer_idx: int | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None, Any]:
+        """Mixes ``hidden_states`` ``[B, T, hidden_size]``, or packed ``[1, T, hidden_size]`` with
+        ``cu_seqlens`` ``[N + 1]``.
+
+        A padded batch (``attention_mask`` ``[B, T]``, zeros anywhere) equals its rows alone;
+        positions of padding come out as zeros. ``past_key_values`` is a
+        :class:`fenwick_attention.Cache`; with ``use_cache`` it is read and updated.
+
+        Returns the output, ``None`` (no attention weights exist) and ``past_key_values``.
+        """
+        _ops.load()
+        packing = None
+        if attention_mask is not None and cu_seqlens is None:
+            packing = Packing.from_mask(attention_mask[:, -hidden_states.shape[1] :])
+        if packing is not None:
+            hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
+        last = past_key_values[self.layer_idx] if past_key_values is not None else None
+        out, new = self._mix(hidden_states, last, bool(use_cache), cu_seqlens)
+        if use_cache and past_key_values is not None:
+            past_key_values[self.layer_idx] = new
+        return out if packing is None else packing.unpack(out), None, past_key_values
+
+    def _mix(
+        self, x: Tensor, last: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, LayerState | None]:
+        """Output ``[B, T, hidden_size]`` and, with ``use_cache``, the state after ``x``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _may_step(
+        x: Tensor, last: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
+    ) -> bool:
+        """Whether the state may be updated in place by the decode kernel."""
+        return (
+            last is not None
+            and use_cache
+            and cu_seqlens is None
+            and 1 <= x.shape[1] <= STATE_CHUNK
+            and not torch.is_grad_enabled()
+        )
+
+
+def mark_no_weight_decay(module: nn.Module, names: tuple[str, ...]) -> None:
+    """Sets the peers' flag that optimiser set-ups look for."""
+    for name in names:
+        getattr(module, name)._no_weight_decay = True  # type: ignore[attr-defined]

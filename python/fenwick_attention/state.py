@@ -1,0 +1,185 @@
+"""The state of sequences between calls.
+
+Layout (the same as ``include/fenwick/state.h``): the newest tokens as they came, in a ring of
+``STATE_RING`` slots (position ``p`` at slot ``p % STATE_RING``), and everything older, positions
+``[0, base)``, as one K x V matrix per live Fenwick node over chunks of ``STATE_CHUNK`` tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STATE_CHUNK = 64
+STATE_RING = 2 * STATE_CHUNK
+
+
+def next_base(base: int, position: int) -> int:
+    """Tokens folded into nodes once ``position`` tokens were appended to a state at ``base``."""
+    chunks = -(-position // STATE_CHUNK)
+    return max(base, (max(chunks, 2) - 2) * STATE_CHUNK)
+
+
+def num_slots(position: int, num_levels: int | None = None) -> int:
+    """Node slots that a state of ``position`` tokens needs.
+
+    ``num_levels`` (the ``L`` of ``level_scales``) bounds them when ``level_policy="saturate"``.
+    """
+    slots = (next_base(0, position) // STATE_CHUNK).bit_length()
+    return slots if num_levels is None else min(slots, max(0, num_levels - 8) + 1)
+
+
+@dataclasses.dataclass
+class LogLinearState:
+    """State of ``N`` sequences, made of tensors on one device.
+
+    Attributes:
+        k: ``[N, STATE_RING, G, K]``, the newest keys.
+        v: ``[N, STATE_RING, H, V]``, the newest values.
+        g: ``[N, STATE_RING, H]`` float32, their log decays.
+        beta: ``[N, STATE_RING, H]``, their write strengths; ``None`` for the scalar gate.
+        nodes: ``[N, H, S, K, V]`` float32; node ``b`` covers ``2**b`` chunks and is live exactly
+            when bit ``b`` of ``base // STATE_CHUNK`` is set.
+        position: ``[N]`` int64, tokens seen.
+        base: ``[N]`` int64, tokens folded into ``nodes``.
+        max_position: upper bound of ``position`` that the host knows without a synchronisation.
+
+    Gradients flow through ``k``, ``v``, ``g``, ``beta`` and ``nodes``.
+    """
+
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    nodes: Tensor
+    position: Tensor
+    base: Tensor
+    max_position: int = 0
+
+    @classmethod
+    def empty(
+        cls,
+        num_sequences: int,
+        *,
+        groups: int,
+        heads: int,
+        key_size: int,
+        value_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        beta_dtype: torch.dtype | None = None,
+    ) -> LogLinearState:
+        """States of ``num_sequences`` sequences that saw no token yet.
+
+        ``beta_dtype`` makes a state for the gated delta rule.
+        """
+        n, ring = num_sequences, STATE_RING
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        return cls(
+            k=zeros(n, ring, groups, key_size, dtype=dtype),
+            v=zeros(n, ring, heads, value_size, dtype=dtype),
+            g=zeros(n, ring, heads, dtype=wide),
+            beta=None if beta_dtype is None else zeros(n, ring, heads, dtype=beta_dtype),
+            nodes=zeros(n, heads, 0, key_size, value_size, dtype=wide),
+            position=zeros(n, dtype=torch.int64),
+            base=zeros(n, dtype=torch.int64),
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        return self.position.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self._tensors().values())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        fields = ("k", "v", "g", "beta", "nodes", "position", "base")
+        return {f: t for f in fields if (t := getattr(self, f)) is not None}
+
+    def _map(self, fn: Any) -> LogLinearState:
+        return dataclasses.replace(self, **{f: fn(t) for f, t in self._tensors().items()})
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> LogLinearState:
+        """The state on another device."""
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def clone(self) -> LogLinearState:
+        """An independent copy (a fork of the sequences)."""
+        return self._map(torch.clone)
+
+    def detach(self) -> LogLinearState:
+        """The same values without their history of gradients (truncated back-propagation)."""
+        return self._map(torch.detach)
+
+    def index_select(self, indices: Tensor) -> LogLinearState:
+        """The states of ``indices`` ``[M]``, for beam search or to regroup a batch."""
+        return self._map(lambda t: t.index_select(0, indices.to(t.device)))
+
+    def reserve(self, tokens: int, num_levels: int | None = None) -> LogLinearState:
+        """A state with node slots for ``tokens`` more tokens, so that steps need not grow it.
+
+        ``num_levels`` bounds the slots as ``level_policy="saturate"`` does.
+        """
+        wanted = num_slots(self.max_position + tokens, num_levels)
+        missing = wanted - self.nodes.shape[2]
+        if missing <= 0:
+            return self
+        nodes = torch.nn.functional.pad(self.nodes, (0, 0, 0, 0, 0, missing))
+        return dataclasses.replace(self, nodes=nodes)
+
+    def truncate(self, tokens: int | Tensor) -> LogLinearState:
+        """Forgets the newest ``tokens`` tokens (an int, or ``[N]`` for one number a sequence).
+
+        The ring keeps at least the last ``STATE_CHUNK`` tokens, so that many can be taken back
+        (speculative decoding). Raises ``ValueError`` beyond what the ring still holds.
+        """
+        amount = torch.as_tensor(tokens, dtype=torch.int64, device=self.position.device)
+        position = self.position - amount
+        if bool((amount < 0).any()) or bool((position < self.base).any()):
+            held = int((self.position - self.base).min()) if self.num_sequences else 0
+            raise ValueError(
+                f"tokens: expected 0 to {held} tokens (what the ring still holds), got {tokens}"
+            )
+        return dataclasses.replace(
+            self, position=position, max_position=int(position.max()) if position.numel() else 0
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers only; ``torch.save`` and ``weights_only=True`` loading accept it."""
+        return {**self._tensors(), "max_position": self.max_position}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> LogLinearState:
+        """The inverse of :meth:`state_dict`; raises ``ValueError`` on missing or foreign keys."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        required = known - {"beta"}
+        if not required <= set(state) <= known:
+            raise ValueError(f"state: expected the keys {sorted(required)}, got {sorted(state)}")
+        return cls(**{"beta": None, **state})
+
+
+def _flatten(state: LogLinearState) -> tuple[list[Any], Any]:
+    fields = [f.name for f in dataclasses.fields(state) if f.name != "max_position"]
+    return [getattr(state, f) for f in fields], state.max_position
+
+
+def _unflatten(children: Any, max_position: Any) -> LogLinearState:
+    return LogLinearState(*children, max_position=max_position)
+
+
+torch.utils._pytree.register_pytree_node(
+    LogLinearState,
+    _flatten,
+    _unflatten,
+    serialized_type_name="fenwick_attention.LogLinearState",
+)
+torch.serialization.add_safe_globals([LogLinearState])
