@@ -1,0 +1,156 @@
+"""Model configurations; keys and defaults are the peers' (flash-linear-attention, the authors)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from fenwick_attention.layers.common import MAX_LEVELS
+
+
+def swiglu_size(hidden_size: int) -> int:
+    """Intermediate size of the MLP: ``ceil((8/3 d) / 256) * 256`` (SPEC "Layers")."""
+    return -(-(8 * hidden_size // 3) // 256) * 256
+
+
+class LogLinearMamba2Config(PretrainedConfig):
+    """Configuration of :class:`LogLinearMamba2ForCausalLM`.
+
+    ``num_heads`` defaults to ``expand * hidden_size / head_dim``. ``max_num_levels`` is ``L`` and
+    ``level_policy`` says what happens past ``2 ** (L - 1)`` tokens (``"error"``/``"saturate"``).
+    """
+
+    model_type = "log_linear_mamba2"
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 2048,
+        state_size: int = 128,
+        num_hidden_layers: int = 48,
+        head_dim: int = 64,
+        num_heads: int | None = None,
+        expand: int = 2,
+        n_groups: int = 1,
+        conv_kernel: int = 4,
+        conv_init: float | None = None,
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
+        hidden_act: str = "silu",
+        norm_eps: float = 1e-5,
+        rmsnorm: bool = True,
+        D_has_hdim: bool = False,
+        norm_before_gate: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        initializer_range: float = 0.02,
+        rescale_prenorm_residual: bool = True,
+        max_num_levels: int = MAX_LEVELS,
+        level_policy: str = "error",
+        use_cache: bool = True,
+        tie_word_embeddings: bool = False,
+        pad_token_id: int | None = 0,
+        bos_token_id: int | None = 1,
+        eos_token_id: int | None = 2,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.state_size = state_size
+        self.num_hidden_layers = num_hidden_layers
+        self.head_dim = head_dim
+        self.num_heads = int(expand * hidden_size) // head_dim if num_heads is None else num_heads
+        self.expand = expand
+        self.n_groups = n_groups
+        self.conv_kernel = conv_kernel
+        self.conv_init = conv_init
+        self.use_bias = use_bias
+        self.use_conv_bias = use_conv_bias
+        self.hidden_act = hidden_act
+        self.norm_eps = norm_eps
+        self.rmsnorm = rmsnorm
+        self.D_has_hdim = D_has_hdim
+        self.norm_before_gate = norm_before_gate
+        self.dt_limit = tuple(dt_limit)
+        self.dt_min = dt_min
+        self.dt_max = dt_max
+        self.dt_init_floor = dt_init_floor
+        self.initializer_range = initializer_range
+        self.rescale_prenorm_residual = rescale_prenorm_residual
+        self.max_num_levels = max_num_levels
+        self.level_policy = level_policy
+        self.use_cache = use_cache
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **kwargs,
+        )
+
+
+class LogLinearGatedDeltaNetConfig(PretrainedConfig):
+    """Configuration of :class:`LogLinearGatedDeltaNetForCausalLM`."""
+
+    model_type = "log_linear_gated_deltanet"
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 2048,
+        expand_v: float = 2.0,
+        head_dim: int = 256,
+        num_heads: int = 6,
+        num_v_heads: int | None = None,
+        num_hidden_layers: int = 21,
+        use_gate: bool = True,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        intermediate_size: int | None = None,
+        hidden_act: str = "swish",
+        norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        rescale_prenorm_residual: bool = False,
+        max_num_levels: int = MAX_LEVELS,
+        level_policy: str = "error",
+        use_cache: bool = True,
+        tie_word_embeddings: bool = False,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = 1,
+        eos_token_id: int | None = 2,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.expand_v = expand_v
+        self.head_dim = head_dim
+        self.num_heads = num_heads
+        self.num_v_heads = num_v_heads
+        self.num_hidden_layers = num_hidden_layers
+        self.use_gate = use_gate
+        self.use_short_conv = use_short_conv
+        self.allow_neg_eigval = allow_neg_eigval
+        self.conv_size = conv_size
+        self.conv_bias = conv_bias
+        self.intermediate_size = intermediate_size
+        self.hidden_act = hidden_act
+        self.norm_eps = norm_eps
+        self.initializer_range = initializer_range
+        self.rescale_prenorm_residual = rescale_prenorm_residual
+        self.max_num_levels = max_num_levels
+        self.level_policy = level_policy
+        self.use_cache = use_cache
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **kwargs,
+        )
