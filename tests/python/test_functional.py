@@ -1,0 +1,218 @@
+"""The functional API: states, packing, policies, autocast, compile, checkpointing."""
+
+import pytest
+import torch
+from conftest import load_golden, relative_error
+
+import fenwick_attention as fa
+from fenwick_attention import LogLinearState
+
+RULES = ["scalar_gate", "gated_delta"]
+
+
+def inputs(rule, B=2, T=150, G=1, H=2, K=16, V=8, L=None, dtype=torch.float64):
+    """Random inputs in the order of the operator of `rule`."""
+    L = fa.num_levels(T) if L is None else L
+    q = torch.randn(B, T, G, K, dtype=dtype)
+    k = torch.nn.functional.normalize(torch.randn(B, T, G, K, dtype=dtype), dim=-1)
+    v = torch.randn(B, T, H, V, dtype=dtype)
+    g = -torch.rand(B, T, H, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    level_scales = torch.rand(B, T, H, L, dtype=dtype)
+    beta = [torch.rand(B, T, H, dtype=dtype)] if rule == "gated_delta" else []
+    return [q, k, v, g, *beta, level_scales]
+
+
+def call(rule, args, **kwargs):
+    op = fa.log_linear_attention if rule == "scalar_gate" else fa.log_linear_gated_delta_rule
+    return op(*args, **kwargs)
+
+
+def step(rule, args, state, **kwargs):
+    if rule == "scalar_gate":
+        return fa.log_linear_attention_step(*args, state, **kwargs)
+    return fa.log_linear_gated_delta_rule_step(*args, state, **kwargs)
+
+
+def cut(args, begin, end):
+    return [a[:, begin:end] for a in args]
+
+
+@pytest.mark.parametrize("case", ["B2_T65_H2_K8_V24", "B1_T130_H2_K16_V8", "B2_T7_H3_K16_V8"])
+@pytest.mark.parametrize("rule", RULES)
+def test_golden(rule, case):
+    tensors, _ = load_golden("ops.safetensors")
+    prefix = f"{'mamba2' if rule == 'scalar_gate' else 'gated_delta'}/{case}/"
+    names = ["q", "k", "v", "g", *(["beta"] if rule == "gated_delta" else []), "level_scales"]
+    args = [tensors[prefix + n].double().requires_grad_() for n in names]
+    o, state = call(rule, args)
+    assert state is None
+    assert relative_error(o, tensors[prefix + "o"]) <= 3e-7
+    grads = torch.autograd.grad(o, args, tensors[prefix + "do"].double())
+    for name, grad in zip(names, grads, strict=True):
+        assert relative_error(grad, tensors[prefix + "d" + name]) <= 3e-7, name
+
+
+@pytest.mark.parametrize("split", [1, 63, 64, 65, 129, 200])
+@pytest.mark.parametrize("rule", RULES)
+def test_split_calls_and_steps_equal_one_call(rule, split):
+    args = inputs(rule, T=260, L=9 if split < 200 else 10)
+    whole, whole_state = call(rule, args, output_final_state=True)
+    head, state = call(rule, cut(args, 0, split), output_final_state=True)
+    tail, tail_state = call(
+        rule, cut(args, split, 260), initial_state=state, output_final_state=True
+    )
+    assert relative_error(torch.cat([head, tail], 1), whole) <= 1e-12
+    # Steps of 1 to 64 tokens from the same prefill.
+    at, pieces = split, []
+    for n in [1, 2, 64, 5, 1]:
+        if at + n > 260:
+            break
+        pieces.append(step(rule, cut(args, at, at + n), state))
+        at += n
+    if pieces:
+        assert relative_error(torch.cat(pieces, 1), whole[:, split:at]) <= 1e-12
+    for a, b in zip(whole_state._tensors().values(), tail_state._tensors().values(), strict=True):
+        if a.dtype == torch.int64:
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_packed_equals_separate_with_gradients(rule):
+    lengths = [70, 0, 1, 64, 129]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    args = [a.requires_grad_() for a in inputs(rule, B=1, T=sum(lengths))]
+    packed, state = call(rule, args, cu_seqlens=cu, output_final_state=True)
+    weights = torch.randn_like(packed)
+    grads = torch.autograd.grad((packed * weights).sum(), args)
+    outs = [call(rule, cut(args, a, b))[0] for a, b in zip(cu[:-1], cu[1:], strict=True) if b > a]
+    separate = torch.cat(outs, 1)
+    assert relative_error(packed, separate) <= 1e-12
+    for x, y in zip(grads, torch.autograd.grad((separate * weights).sum(), args), strict=True):
+        assert relative_error(x, y) <= 1e-12
+    assert state.position.tolist() == lengths
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_flow_through_states(rule):
+    args = [a.requires_grad_() for a in inputs(rule, B=1, T=200, K=4, V=3)]
+    whole, _ = call(rule, args)
+    head, state = call(rule, cut(args, 0, 150), output_final_state=True)
+    tail, _ = call(rule, cut(args, 150, 200), initial_state=state)
+    weights = torch.randn_like(whole)
+    expected = torch.autograd.grad((whole * weights).sum(), args)
+    got = torch.autograd.grad((torch.cat([head, tail], 1) * weights).sum(), args)
+    for x, y in zip(got, expected, strict=True):
+        assert relative_error(x, y) <= 1e-11
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_state_object(rule, tmp_path):
+    args = inputs(rule, B=3, T=300, L=10)
+    _, state = call(rule, args, output_final_state=True)
+    assert state.position.tolist() == [300] * 3
+    # truncate, then replay
+    again = inputs(rule, B=3, T=20, L=10)
+    expected = step(rule, again, (before := state.clone()))
+    assert before.position.tolist() == [320] * 3
+    undone = before.truncate(20)
+    assert relative_error(step(rule, again, undone), expected) <= 1e-13
+    with pytest.raises(ValueError, match="tokens: expected"):
+        state.truncate(129)
+    # beams, device, files
+    picked = state.index_select(torch.tensor([2, 0]))
+    assert torch.equal(picked.k, state.k[[2, 0]])
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert relative_error(step(rule, again, loaded), expected) <= 1e-13
+    torch.save(state.state_dict(), tmp_path / "dict.pt")
+    loaded = LogLinearState.from_state_dict(torch.load(tmp_path / "dict.pt", weights_only=True))
+    assert relative_error(step(rule, again, loaded), expected) <= 1e-13
+    with pytest.raises(ValueError, match="expected the keys"):
+        LogLinearState.from_state_dict({"k": state.k})
+
+
+def test_level_policies():
+    args = inputs("scalar_gate", T=100, L=4)
+    with pytest.raises(RuntimeError, match="level_scales"):
+        call("scalar_gate", args)
+    saturated, _ = call("scalar_gate", args, level_policy="saturate")
+    # The last level absorbs what is older: repeat its weight for the missing levels.
+    missing = fa.num_levels(100) - 4
+    full = torch.cat([args[-1], args[-1][..., -1:].expand(-1, -1, -1, missing)], -1)
+    expected, _ = call("scalar_gate", [*args[:-1], full])
+    assert relative_error(saturated, expected) <= 1e-13
+    with pytest.raises(ValueError, match="level_policy"):
+        call("scalar_gate", args, level_policy="wrap")
+
+
+def test_drop_in_signature():
+    args = inputs("scalar_gate")
+    o, state = fa.chunk_log_linear_attn(*args, None, True, None, None)
+    expected, _ = fa.log_linear_attention(*args, scale=16**-0.5)
+    assert relative_error(o, expected) <= 1e-13
+    assert state.position.tolist() == [150, 150]
+
+
+def test_l2norm_in_kernel():
+    args = inputs("gated_delta")
+    normed = [fa.l2_norm(args[0]), fa.l2_norm(args[1]), *args[2:]]
+    fused, _ = fa.log_linear_gated_delta_rule(*args, use_qk_l2norm_in_kernel=True)
+    assert relative_error(fused, call("gated_delta", normed)[0]) <= 1e-13
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_autocast_runs_in_bfloat16(rule):
+    args = inputs(rule, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _ = call(rule, args)
+    assert o.dtype == torch.bfloat16
+    assert relative_error(o, call(rule, args)[0]) <= 2e-2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_activation_checkpointing(rule):
+    args = [a.requires_grad_() for a in inputs(rule)]
+
+    def forward(*args):
+        return call(rule, args)[0]
+
+    o = torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False)
+    grads = torch.autograd.grad(o.sum(), args)
+    for x, y in zip(grads, torch.autograd.grad(forward(*args).sum(), args), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_compile_with_dynamic_length(rule):
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def compiled(*args):
+        return call(rule, args)[0] * 2
+
+    for T in (70, 91, 128):
+        args = [a.requires_grad_() for a in inputs(rule, T=T, L=8)]
+        o = compiled(*args)
+        expected = call(rule, args)[0] * 2
+        assert torch.equal(o, expected)
+        for x, y in zip(
+            torch.autograd.grad(o.sum(), args),
+            torch.autograd.grad(expected.sum(), args),
+            strict=True,
+        ):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_export(rule):
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return call(rule, args)[0]
+
+    args = tuple(inputs(rule))
+    exported = torch.export.export(Module(), args)
+    assert torch.equal(exported.module()(*args), call(rule, args)[0])
+
+
+def test_meta_device():
+    args = [a.to("meta") for a in inputs("scalar_gate")]
+    o, _ = call("scalar_gate", args)
+    assert o.shape == args[2].shape and o.device.type == "meta"

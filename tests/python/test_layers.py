@@ -1,0 +1,99 @@
+"""The mixers: golden layer, padding, caches, dtypes."""
+
+import pytest
+import torch
+from conftest import load_golden, relative_error
+
+from fenwick_attention import Cache, LogLinearGatedDeltaNet, LogLinearMamba2
+
+
+def make(kind):
+    if kind == "mamba2":
+        layer = LogLinearMamba2(
+            num_heads=4, head_dim=16, hidden_size=32, state_size=16, n_groups=2, layer_idx=0
+        )
+    else:
+        layer = LogLinearGatedDeltaNet(
+            hidden_size=32, head_dim=16, num_heads=2, num_v_heads=4, expand_v=0.5, layer_idx=0
+        )
+    for p in layer.parameters():  # gates and levels away from their symmetric start
+        if p.dim() > 0:
+            torch.nn.init.normal_(p, std=0.3)
+    return layer.double()
+
+
+KINDS = ["mamba2", "gated_deltanet"]
+
+
+def test_golden_gated_deltanet_layer():
+    tensors, config = load_golden("log_linear_gated_deltanet_layer.safetensors")
+    layer = LogLinearGatedDeltaNet(**config)
+    weights = {k: v for k, v in tensors.items() if not k.startswith("golden.")}
+    layer.load_state_dict(weights, strict=True)
+    y = layer(tensors["golden.x"])[0]
+    assert relative_error(y, tensors["golden.y"]) <= 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_batch_equals_rows_alone(kind):
+    layer = make(kind)
+    lengths, T = [70, 5, 0, 33], 70
+    x = torch.randn(4, T, 32, dtype=torch.float64)
+    for left in (True, False):
+        mask = torch.zeros(4, T, dtype=torch.int64)
+        for i, n in enumerate(lengths):
+            mask[i, T - n if left else 0 : T if left else n] = 1
+        x_in = x.clone().requires_grad_()
+        y = layer(x_in, attention_mask=mask)[0]
+        weights = torch.randn_like(y) * mask[..., None]
+        (grad,) = torch.autograd.grad((y * weights).sum(), x_in)
+        assert torch.equal(grad[mask == 0], torch.zeros_like(grad[mask == 0]))
+        for i, n in enumerate(lengths):
+            if n == 0:
+                continue
+            row = x[i : i + 1, mask[i] == 1].clone().requires_grad_()
+            alone = layer(row)[0]
+            assert relative_error(y[i, mask[i] == 1], alone[0]) <= 1e-12
+            (row_grad,) = torch.autograd.grad((alone[0] * weights[i, mask[i] == 1]).sum(), row)
+            assert relative_error(grad[i, mask[i] == 1], row_grad[0]) <= 1e-11
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", [1, 2, 64, 100])
+def test_prefill_then_steps_equal_one_call(kind, split):
+    layer = make(kind).eval()
+    x = torch.randn(2, 140, 32, dtype=torch.float64)
+    with torch.no_grad():
+        expected = layer(x)[0]
+        cache = Cache()
+        outs = [layer(x[:, :split], past_key_values=cache, use_cache=True)[0]]
+        at = split
+        for n in [1, 1, 3, 30, 2]:
+            piece = layer(x[:, at : at + n], past_key_values=cache, use_cache=True)[0]
+            outs.append(piece)
+            at += n
+        assert relative_error(torch.cat(outs, 1), expected[:, :at]) <= 1e-12
+        assert cache.get_seq_length() == at
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decay_parameters_stay_float32(kind):
+    layer = make(kind).float().to(torch.bfloat16)
+    for name, p in layer.named_parameters():
+        wide = name in layer.float32_parameters
+        assert p.dtype == (torch.float32 if wide else torch.bfloat16), name
+        assert isinstance(p, torch.nn.Parameter)
+    y = layer(torch.randn(1, 10, 32, dtype=torch.bfloat16))[0]
+    assert y.dtype == torch.bfloat16 and torch.isfinite(y).all()
+    y.float().sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_bad_sizes_name_the_argument():
+    with pytest.raises(ValueError, match="num_heads"):
+        LogLinearMamba2(num_heads=3, head_dim=64, hidden_size=64)
+    with pytest.raises(ValueError, match="num_v_heads"):
+        LogLinearGatedDeltaNet(hidden_size=32, head_dim=16, num_heads=2, num_v_heads=3)
+    with pytest.raises(ValueError, match="attention_mask"):
+        layer = make("mamba2")
+        layer(torch.randn(1, 4, 32).double(), attention_mask=torch.ones(1, 1, 4, 4))

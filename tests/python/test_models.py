@@ -1,0 +1,135 @@
+"""Hugging Face models: golden logits, saving, generation, training."""
+
+import pytest
+import torch
+from conftest import load_golden, relative_error
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from fenwick_attention import models  # noqa: E402
+
+
+def tiny(kind, **kwargs):
+    common = dict(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, head_dim=16, pad_token_id=0,
+        eos_token_id=None, bos_token_id=1, **kwargs,
+    )  # fmt: skip
+    if kind == "mamba2":
+        config = models.LogLinearMamba2Config(state_size=16, **common)
+        model = models.LogLinearMamba2ForCausalLM(config)
+    else:
+        config = models.LogLinearGatedDeltaNetConfig(num_heads=2, expand_v=1.0, **common)
+        model = models.LogLinearGatedDeltaNetForCausalLM(config)
+    with torch.no_grad():  # larger weights, so that greedy choices differ between prompts
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(8)
+    return model.eval()
+
+
+KINDS = ["mamba2", "gated_deltanet"]
+
+
+def test_golden_logits():
+    tensors, config = load_golden("log_linear_mamba2_model.safetensors")
+    model = models.LogLinearMamba2ForCausalLM(models.LogLinearMamba2Config(**config)).eval()
+    weights = {k: v for k, v in tensors.items() if not k.startswith("golden.")}
+    model.load_state_dict(weights, strict=True)
+    with torch.no_grad():
+        logits = model(tensors["golden.input_ids"]).logits
+    assert relative_error(logits, tensors["golden.logits"]) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_save_load_auto(kind, tmp_path):
+    model = tiny(kind)
+    ids = torch.randint(1, 50, (2, 70))
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is type(model)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == model.config.model_type
+    assert torch.equal(loaded(ids).logits, expected)
+    # The first generate re-initialises nothing.
+    loaded.generate(ids, max_new_tokens=2, do_sample=False)
+    assert torch.equal(loaded(ids).logits, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_recomputation(kind):
+    model = tiny(kind)
+    ids = torch.randint(1, 50, (2, 61))
+    out = model.generate(ids, max_new_tokens=8, do_sample=False)
+    slow = ids
+    for _ in range(8):
+        with torch.no_grad():
+            slow = torch.cat([slow, model(slow).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(out, slow)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unequal_prompts_generate_as_alone(kind):
+    model = tiny(kind)
+    prompts = [torch.randint(1, 50, (n,)) for n in (70, 3, 20)]
+    width = max(len(p) for p in prompts)
+    ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts])
+    mask = torch.stack(
+        [torch.nn.functional.pad(torch.ones(len(p)), (width - len(p), 0)) for p in prompts]
+    ).long()
+    batch = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    for row, prompt in zip(batch, prompts, strict=True):
+        alone = model.generate(prompt[None], max_new_tokens=6, do_sample=False)
+        assert torch.equal(row[-6:], alone[0, -6:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beams_and_sampling(kind):
+    model = tiny(kind)
+    ids = torch.randint(1, 50, (2, 10))
+    with_cache = model.generate(ids, num_beams=3, max_new_tokens=5, do_sample=False)
+    without = model.generate(ids, num_beams=3, max_new_tokens=5, do_sample=False, use_cache=False)
+    assert torch.equal(with_cache, without)
+    torch.manual_seed(3)
+    a = model.generate(ids, do_sample=True, max_new_tokens=5)
+    torch.manual_seed(3)
+    assert torch.equal(a, model.generate(ids, do_sample=True, max_new_tokens=5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradient_checkpointing(kind):
+    model = tiny(kind).train()
+    ids = torch.randint(1, 50, (2, 40))
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    assert all(torch.isfinite(g).all() for g in grads.values())
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    again = model(ids, labels=ids).loss
+    again.backward()
+    assert torch.equal(loss, again)
+    for n, p in model.named_parameters():
+        assert relative_error(p.grad, grads[n]) <= 1e-6, n
+
+
+def test_peer_config_keys_are_understood():
+    _, config = load_golden("log_linear_mamba2_model.safetensors")
+    understood = models.LogLinearMamba2Config(**config)
+    for key in ("vocab_size", "hidden_size", "state_size", "num_heads", "norm_eps"):
+        assert getattr(understood, key) == config[key]
+
+
+def test_initialisation():
+    model = models.LogLinearMamba2ForCausalLM(
+        models.LogLinearMamba2Config(
+            vocab_size=50, hidden_size=64, num_hidden_layers=2, state_size=16, head_dim=16
+        )
+    )
+    mixer = model.backbone.layers[0].mixer
+    assert torch.equal(mixer.L, torch.ones_like(mixer.L))
+    assert torch.allclose(mixer.A_log.exp(), torch.arange(1.0, 9.0))
+    dt = torch.nn.functional.softplus(mixer.dt_bias)
+    assert (dt >= 0.9e-4).all() and (dt <= 0.11).all()
+    assert abs(model.backbone.embeddings.weight[1:].std() - 0.02) < 2e-3
