@@ -6,12 +6,11 @@
 #include <thread>
 
 #include "core/backend.h"
+#include "core/require.h"
 #include "core/validate.h"
 
 namespace fenwick {
 namespace {
-
-constexpr std::uintptr_t kWorkspaceAlignment = 256;
 
 std::atomic<int> g_num_threads{0};
 
@@ -25,24 +24,6 @@ const Backend& BackendFor(Device device) {
     throw Error("device: expected one that this build and machine have kernels for, got cuda");
   }
   return *backend;
-}
-
-void RequireWorkspace(const Context& context, std::size_t needed) {
-  if (context.device == Device::kCPU || needed == 0) return;
-  if (context.workspace == nullptr || context.workspace_bytes < needed) {
-    throw Error("workspace: expected " + std::to_string(needed) + " bytes, got " +
-                std::to_string(context.workspace ? context.workspace_bytes : 0));
-  }
-  if (reinterpret_cast<std::uintptr_t>(context.workspace) % kWorkspaceAlignment != 0) {
-    throw Error("workspace: expected an address aligned to 256 bytes, got one that is not");
-  }
-}
-
-void RequireThreads(const char* name, int num_threads) {
-  if (num_threads < 0) {
-    throw Error(std::string(name) + ": expected 0 (the default) or more, got " +
-                std::to_string(num_threads));
-  }
 }
 
 bool NoTokens(const Inputs& inputs) { return inputs.q.size(0) == 0 || inputs.q.size(1) == 0; }

@@ -5,97 +5,12 @@
 #include <string>
 #include <utility>
 
+#include "core/require.h"
+
 namespace fenwick {
 namespace {
 
 constexpr std::int64_t kMaxHeadSize = 512;  // of K and V
-constexpr std::int64_t kAnySize = -1;
-
-[[noreturn]] void Fail(const std::string& name, const std::string& expected,
-                       const std::string& got) {
-  throw Error(name + ": expected " + expected + ", got " + got);
-}
-
-std::string ShapeText(std::initializer_list<std::int64_t> sizes) {
-  std::string text = "[";
-  for (std::int64_t size : sizes) {
-    if (text.size() > 1) text += ", ";
-    text += size == kAnySize ? "*" : std::to_string(size);
-  }
-  return text + "]";
-}
-
-std::string ShapeText(const TensorView& view) {
-  std::string text = "[";
-  for (int i = 0; i < view.rank; ++i) text += (i ? ", " : "") + std::to_string(view.size(i));
-  return text + "]";
-}
-
-void RequireGiven(const std::string& name, const TensorView& view) {
-  if (!view.given()) Fail(name, "a tensor", "none");
-}
-
-void RequireNotGiven(const std::string& name, const TensorView& view, const char* when) {
-  if (view.given()) Fail(name, std::string("none ") + when, "a tensor " + ShapeText(view));
-}
-
-void RequireShape(const std::string& name, const char* axes, const TensorView& view,
-                  std::initializer_list<std::int64_t> sizes) {
-  RequireGiven(name, view);
-  bool same = view.rank == static_cast<int>(sizes.size());
-  for (int i = 0; same && i < view.rank; ++i) {
-    const std::int64_t expected = sizes.begin()[i];
-    same = expected == kAnySize ? view.size(i) >= 0 : view.size(i) == expected;
-  }
-  if (!same) Fail(name, "shape " + std::string(axes) + " = " + ShapeText(sizes), ShapeText(view));
-}
-
-void RequireDType(const std::string& name, const TensorView& view, DType expected) {
-  if (view.dtype != expected) Fail(name, DTypeName(expected), DTypeName(view.dtype));
-}
-
-// Stride 1 on the last axis and memory behind the elements.
-void RequireMemory(const std::string& name, const TensorView& view) {
-  const int last = view.rank - 1;
-  if (last >= 0 && view.size(last) > 1 && view.stride(last) != 1) {
-    Fail(name, "stride 1 on the last axis", std::to_string(view.stride(last)));
-  }
-  if (view.num_elements() > 0 && view.data == nullptr) Fail(name, "data", "a null pointer");
-}
-
-void RequireContiguous(const std::string& name, const TensorView& view) {
-  std::int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; --i) {
-    if (view.size(i) > 1 && view.stride(i) != stride) {
-      Fail(name, "a contiguous tensor",
-           "stride " + std::to_string(view.stride(i)) + " on axis " + std::to_string(i) +
-               " of shape " + ShapeText(view));
-    }
-    stride *= view.size(i);
-  }
-  RequireMemory(name, view);
-}
-
-void RequireDistinctElements(const std::string& name, const TensorView& view) {
-  if (view.num_elements() == 0) return;
-  for (int i = 0; i < view.rank; ++i) {
-    if (view.size(i) > 1 && view.stride(i) == 0) {
-      Fail(name, "distinct elements (it is written)", "stride 0 on axis " + std::to_string(i));
-    }
-  }
-}
-
-DType WideType(const Inputs& inputs) {
-  return inputs.q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-}
-
-void RequireStorageOrWide(const std::string& name, const TensorView& view, const Inputs& inputs) {
-  if (view.dtype == inputs.q.dtype || view.dtype == WideType(inputs)) return;
-  std::string expected = DTypeName(inputs.q.dtype);
-  if (WideType(inputs) != inputs.q.dtype) expected += std::string(" or ") + "float32";
-  Fail(name, expected, DTypeName(view.dtype));
-}
-
 struct Sizes {
   std::int64_t B, T, G, H, K, V, L, N;
 };
@@ -129,34 +44,10 @@ std::pair<std::int64_t, std::int64_t> StartOf(const Inputs& inputs, std::int64_t
   return {state.max_position, NextBase(0, state.max_position)};
 }
 
-void CheckSequences(const Inputs& inputs) {
-  const auto& cu = inputs.cu_seqlens;
-  if (cu.empty()) return;
-  const std::int64_t batch = inputs.q.size(0), tokens = inputs.q.size(1);
-  if (batch != 1) Fail("cu_seqlens", "none unless B = 1", "B = " + std::to_string(batch));
-  if (cu.front() != 0) Fail("cu_seqlens[0]", "0", std::to_string(cu.front()));
-  for (std::size_t i = 1; i < cu.size(); ++i) {
-    if (cu[i] < cu[i - 1]) {
-      Fail("cu_seqlens[" + std::to_string(i) + "]",
-           "at least its predecessor " + std::to_string(cu[i - 1]), std::to_string(cu[i]));
-    }
-  }
-  if (cu.back() != tokens) {
-    Fail("cu_seqlens[" + std::to_string(cu.size() - 1) + "]", "T = " + std::to_string(tokens),
-         std::to_string(cu.back()));
-  }
-}
-
 void CheckTensors(const Inputs& inputs) {
   const TensorView& q = inputs.q;
   RequireShape("q", "[B, T, G, K]", q, {kAnySize, kAnySize, kAnySize, kAnySize});
-  switch (q.dtype) {
-    case DType::kFloat32:
-    case DType::kBFloat16:
-    case DType::kFloat16:
-    case DType::kFloat64: break;
-    default: Fail("q", "float32, bfloat16, float16 or float64", DTypeName(q.dtype));
-  }
+  RequireFloating("q", q);
   const std::int64_t B = q.size(0), T = q.size(1), G = q.size(2), K = q.size(3);
   if (T > kMaxPosition) Fail("q", "at most 2^48 tokens", std::to_string(T));
   if (G < 1) Fail("q", "at least 1 group", std::to_string(G));
@@ -179,19 +70,19 @@ void CheckTensors(const Inputs& inputs) {
   RequireMemory("v", v);
 
   RequireShape("g", "[B, T, H]", inputs.g, {B, T, H});
-  RequireDType("g", inputs.g, WideType(inputs));
+  RequireDType("g", inputs.g, WideType(inputs.q.dtype));
   RequireMemory("g", inputs.g);
 
   if (inputs.transition == Transition::kGatedDelta) {
     RequireShape("beta", "[B, T, H]", inputs.beta, {B, T, H});
-    RequireStorageOrWide("beta", inputs.beta, inputs);
+    RequireStorageOrWide("beta", inputs.beta, inputs.q.dtype);
     RequireMemory("beta", inputs.beta);
   } else {
     RequireNotGiven("beta", inputs.beta, "with a scalar gate");
   }
 
   RequireShape("level_scales", "[B, T, H, L]", inputs.level_scales, {B, T, H, kAnySize});
-  RequireStorageOrWide("level_scales", inputs.level_scales, inputs);
+  RequireStorageOrWide("level_scales", inputs.level_scales, inputs.q.dtype);
   RequireMemory("level_scales", inputs.level_scales);
 
   if (!std::isfinite(inputs.scale)) Fail("scale", "a finite number", std::to_string(inputs.scale));
@@ -210,13 +101,14 @@ void CheckStateTensors(const Inputs& inputs, const State& state, const std::stri
   };
   check("k", "[N, 128, G, K]", state.k, inputs.q.dtype, {s.N, kStateRing, s.G, s.K});
   check("v", "[N, 128, H, V]", state.v, inputs.q.dtype, {s.N, kStateRing, s.H, s.V});
-  check("g", "[N, 128, H]", state.g, WideType(inputs), {s.N, kStateRing, s.H});
+  check("g", "[N, 128, H]", state.g, WideType(inputs.q.dtype), {s.N, kStateRing, s.H});
   if (inputs.transition == Transition::kGatedDelta) {
     check("beta", "[N, 128, H]", state.beta, inputs.beta.dtype, {s.N, kStateRing, s.H});
   } else {
     RequireNotGiven(name + ".beta", state.beta, "with a scalar gate");
   }
-  check("nodes", "[N, H, S, K, V]", state.nodes, WideType(inputs), {s.N, s.H, slots, s.K, s.V});
+  check("nodes", "[N, H, S, K, V]", state.nodes, WideType(inputs.q.dtype),
+        {s.N, s.H, slots, s.K, s.V});
 }
 
 void CheckState(const Inputs& inputs, const StateView& state, const std::string& name) {
@@ -338,7 +230,7 @@ void RequireNoneGiven(const std::string& name, const StateGradView& grad) {
 
 void ValidateInputs(const Inputs& inputs, Device device) {
   CheckTensors(inputs);
-  CheckSequences(inputs);
+  RequireSequences(inputs.cu_seqlens, inputs.q.size(0), inputs.q.size(1));
   CheckInitialState(inputs, device);
   CheckLevels(inputs, device);
 }
