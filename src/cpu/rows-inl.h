@@ -52,11 +52,18 @@ HWY_INLINE void ToBFloat16(D d, hn::Vec<D> x, uint16_t* out) {
   hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, hn::ShiftRight<16>(chosen))), d16, out);
 }
 
+// Rounds to nearest even (Highway truncates on targets without the instruction).
 template <class D>
 HWY_INLINE void ToFloat16(D d, hn::Vec<D> x, uint16_t* out) {
+  const hn::RebindToUnsigned<D> du;
   const hn::Rebind<uint16_t, D> d16;
   const hn::Rebind<hwy::float16_t, D> df16;
-  hn::StoreU(hn::BitCast(d16, hn::DemoteTo(df16, x)), d16, out);
+  const auto bits = hn::BitCast(du, x);
+  const auto odd = hn::And(hn::ShiftRight<13>(bits), hn::Set(du, 1u));
+  const auto sum = hn::Add(bits, hn::Add(odd, hn::Set(du, 0xFFFu)));
+  const auto rounded = hn::BitCast(d, hn::And(sum, hn::Set(du, 0xFFFFE000u)));
+  const auto chosen = hn::IfThenElse(hn::IsNaN(x), x, rounded);
+  hn::StoreU(hn::BitCast(d16, hn::DemoteTo(df16, chosen)), d16, out);
 }
 
 // out [PaddedColumns] = in [columns] converted; the padding gets zeros. Reads nothing beyond.

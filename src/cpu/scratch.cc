@@ -23,7 +23,7 @@ struct Stack {
   ~Stack() { Free(); }
 
   void Free() {
-    for (const Block& b : blocks) ::operator delete(b.data, std::align_val_t{Scratch::kAlignment});
+    for (const Block& b : blocks) ::operator delete (b.data, std::align_val_t{Scratch::kAlignment});
     blocks.clear();
     block = offset = 0;
   }
@@ -62,7 +62,7 @@ void* Scratch::Bytes(std::size_t bytes) {
   if (stack.block == stack.blocks.size()) {
     const std::size_t size =
         std::max({bytes, kFirstBlock, stack.blocks.empty() ? 0 : 2 * stack.blocks.back().size});
-    void* data = ::operator new(size, std::align_val_t{kAlignment});
+    void* data = ::operator new (size, std::align_val_t{kAlignment});
     stack.blocks.push_back({static_cast<std::byte*>(data), size});
     stack.offset = 0;
   }

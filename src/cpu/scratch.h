@@ -26,7 +26,7 @@ class Scratch {
  private:
   void* Bytes(std::size_t bytes);
 
-  std::size_t block_;   // where the stack stood when this scope began
+  std::size_t block_;  // where the stack stood when this scope began
   std::size_t offset_;
 };
 

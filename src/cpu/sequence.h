@@ -46,13 +46,13 @@ class TokenRows {
  private:
   DType dtype_ = DType::kFloat32;
   std::int64_t begin_ = 0;
-  std::byte* tensor_ = nullptr;  // row of position begin_
-  std::byte* ring_ = nullptr;    // row of slot 0
+  std::byte* tensor_ = nullptr;                       // row of position begin_
+  std::byte* ring_ = nullptr;                         // row of slot 0
   std::int64_t tensor_stride_ = 0, ring_stride_ = 0;  // bytes
 };
 
-// Writes the ring of `final_state` for one sequence: tokens from final_base on are copied from where
-// they are, all other slots zeroed; also position and base. Nodes are the operator's.
+// Writes the ring of `final_state` for one sequence: tokens from final_base on are copied from
+// where they are, all other slots zeroed; also position and base. Nodes are the operator's.
 void WriteFinalRing(const Inputs& inputs, const Sequence& sequence, const StateView& final_state);
 
 // log2 of the chunks in a segment of a sequence of `chunks` chunks. A function of the shape alone,

@@ -109,8 +109,8 @@ HWY_INLINE void Panel(D d, int64_t rows, int64_t depth, const T* a, int64_t lda,
   while (rows - i >= 1) run.template operator()<1>();
 }
 
-// C [rows, columns] = beta C + diag(row_scale) op(A) B with op(A) [rows, depth], B [depth, columns].
-// C must not overlap A or B.
+// C [rows, columns] = beta C + diag(row_scale) op(A) B with op(A) [rows, depth], B [depth,
+// columns]. C must not overlap A or B.
 template <Op kOp, typename T>
 void MatMul(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t lda, const T* b,
             int64_t ldb, T* c, int64_t ldc, Epilogue<T> epilogue = {}) {

@@ -27,9 +27,9 @@
 
 namespace fenwick::cpu {
 
-inline constexpr int kMaxSlots = 48;             // positions reach 2^48 (core/validate.h)
-inline constexpr int kNoTop = kMaxSlots - 1;     // `top` without saturation
-inline constexpr int kChunkLevels = 7;           // levels 0..6 stay inside a chunk
+inline constexpr int kMaxSlots = 48;          // positions reach 2^48 (core/validate.h)
+inline constexpr int kNoTop = kMaxSlots - 1;  // `top` without saturation
+inline constexpr int kChunkLevels = 7;        // levels 0..6 stay inside a chunk
 
 // Slot that everything older is merged into, for a call with `num_levels` levels.
 constexpr int WalkTop(bool saturate, int num_levels) {
