@@ -1,5 +1,5 @@
 // Autograd of the causal convolution and the norms.
-#include "autograd.h"
+#include "ops_autograd.h"
 #include "dispatch.h"
 
 namespace fenwick_torch {
