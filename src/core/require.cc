@@ -67,7 +67,7 @@ void RequireMemory(const std::string& name, const TensorView& view) {
 void RequireContiguous(const std::string& name, const TensorView& view) {
   std::int64_t stride = 1;
   for (int i = view.rank - 1; i >= 0; --i) {
-    if (view.size(i) > 1 && view.stride(i) != stride) {
+    if (view.num_elements() > 0 && view.size(i) > 1 && view.stride(i) != stride) {
       Fail(name, "a contiguous tensor",
            "stride " + std::to_string(view.stride(i)) + " on axis " + std::to_string(i) +
                " of shape " + ShapeText(view));

@@ -119,12 +119,17 @@ void StoreRow(DType dtype, const T* HWY_RESTRICT in, int64_t columns, std::byte*
   std::memcpy(out, in, columns * sizeof(T));
 }
 
-// Rows of positions [first, first + count) to a tile [count, columns].
+// Rows of positions [first, first + count) to a tile [count, columns]; rows that are not given (the
+// queries of ring tokens) are zeros.
 template <typename T>
 void LoadRows(const TokenRows& rows, int64_t first, int64_t count, int64_t columns, T* out,
               int64_t ld) {
   for (int64_t i = 0; i < count; ++i) {
-    LoadRow(rows.dtype(), rows.Row(first + i), columns, out + i * ld);
+    if (rows.given(first + i)) {
+      LoadRow(rows.dtype(), rows.Row(first + i), columns, out + i * ld);
+    } else {
+      std::memset(out + i * ld, 0, PaddedColumns<T>(columns) * sizeof(T));
+    }
   }
 }
 

@@ -181,10 +181,10 @@ void Transpose(int64_t rows, int64_t columns, const T* HWY_RESTRICT in, int64_t 
   }
 }
 
-// out = row_scale[i] * in, rows of `columns` padded elements.
+// out = row_scale[i] * in, rows of `columns` padded elements; out may be in.
 template <typename T>
-void ScaleRows(int64_t rows, int64_t columns, const T* row_scale, const T* HWY_RESTRICT in,
-               int64_t ld_in, T* HWY_RESTRICT out, int64_t ld_out) {
+void ScaleRows(int64_t rows, int64_t columns, const T* row_scale, const T* in, int64_t ld_in,
+               T* out, int64_t ld_out) {
   const hn::ScalableTag<T> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t i = 0; i < rows; ++i) {
@@ -228,14 +228,12 @@ double Dot(int64_t rows, int64_t columns, const T* HWY_RESTRICT a, int64_t lda,
   return total;
 }
 
-// out[i] = exp(in[i]) for in <= 0, -inf allowed; `count` is padded to whole vectors.
+// x[i] = exp(x[i]) for x <= 0, -inf allowed; `count` is padded to whole vectors.
 template <typename T>
-void ExpVector(int64_t count, const T* in, T* out) {
+void ExpVector(int64_t count, T* x) {
   const hn::ScalableTag<T> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t i = 0; i < count; i += lanes) {
-    hn::StoreU(hn::Exp(d, hn::LoadU(d, in + i)), d, out + i);
-  }
+  for (int64_t i = 0; i < count; i += lanes) hn::StoreU(hn::Exp(d, hn::LoadU(d, x + i)), d, x + i);
 }
 
 // NOLINTNEXTLINE(google-readability-namespace-comments)

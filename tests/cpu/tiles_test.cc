@@ -104,9 +104,9 @@ void CheckTiles(unsigned seed) {
     CheckMatMul<T, Op::kTranspose>(m, n, depth, rng);
   }
   for (const int64_t n : {1, 15, 16, 33, 64}) CheckTriangles<T>(n, 20, rng);
-  alignas(64) T x[16], y[16];
-  for (int i = 0; i < 16; ++i) x[i] = static_cast<T>(i == 15 ? -INFINITY : -i * i);
-  ExpVector<T>(16, x, y);
+  alignas(64) T y[16];
+  for (int i = 0; i < 16; ++i) y[i] = static_cast<T>(i == 15 ? -INFINITY : -i * i);
+  ExpVector<T>(16, y);
   for (int i = 0; i < 16; ++i) {
     const double expected = i == 15 ? 0 : std::exp(-double(i) * i);
     EXPECT_NEAR(y[i], expected, (sizeof(T) == 4 ? 1e-6 : 1e-15) * expected + 1e-44);
@@ -116,7 +116,8 @@ void CheckTiles(unsigned seed) {
 void CheckTilesFloat(unsigned seed) { CheckTiles<float>(seed); }
 void CheckTilesDouble(unsigned seed) { CheckTiles<double>(seed); }
 
-// bfloat16 has 8 significant bits, float16 11; rows are written and read without touching what is beyond.
+// bfloat16 has 8 significant bits, float16 11; rows are written and read without touching what is
+// beyond.
 void CheckRows(unsigned seed) {
   std::mt19937 rng(seed);
   std::normal_distribution<float> normal;

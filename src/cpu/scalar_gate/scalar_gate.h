@@ -1,0 +1,11 @@
+// Log-linear attention with a scalar gate on the CPU (SPEC.md operator 1).
+#pragma once
+
+#include "fenwick/ops.h"
+
+namespace fenwick::cpu {
+
+void ScalarGateForward(const Inputs& inputs, const TensorView& o, const StateView& final_state,
+                       const Context& context);
+
+}  // namespace fenwick::cpu
