@@ -10,7 +10,6 @@
 namespace fenwick {
 namespace {
 
-constexpr std::int64_t kMaxHeadSize = 512;  // of K and V
 struct Sizes {
   std::int64_t B, T, G, H, K, V, L, N;
 };
