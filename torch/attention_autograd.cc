@@ -1,8 +1,8 @@
 // Autograd of log-linear attention and the log-linear gated delta rule: one Function for both, with
 // and without states (an undefined beta means the scalar gate).
-#include "ops_autograd.h"
 #include "dispatch.h"
 #include "fenwick/fenwick.h"
+#include "ops_autograd.h"
 
 namespace fenwick_torch {
 namespace {

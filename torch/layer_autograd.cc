@@ -1,6 +1,6 @@
 // Autograd of the causal convolution and the norms.
-#include "ops_autograd.h"
 #include "dispatch.h"
+#include "ops_autograd.h"
 
 namespace fenwick_torch {
 namespace {

@@ -3,6 +3,7 @@
 
 #include "fenwick/error.h"
 #include "fenwick/host_state.h"
+#include "fenwick/layers.h"
 #include "fenwick/ops.h"
 #include "fenwick/partition.h"
 #include "fenwick/state.h"
