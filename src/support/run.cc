@@ -75,12 +75,6 @@ Allocation PoisonedWorkspace(std::size_t bytes, const RunOptions& options) {
   return workspace;
 }
 
-// An uninitialised tensor for the gradient of `values`.
-DeviceTensor Like(const Tensor& values, DType dtype, const RunOptions& options) {
-  return values.given() ? DeviceTensor(options.device, dtype, values.sizes, options.layout)
-                        : DeviceTensor();
-}
-
 void FillWithNaN(State& state) {
   for (Tensor* x : {&state.k, &state.v, &state.g, &state.beta, &state.nodes}) {
     std::fill(x->data.begin(), x->data.end(), std::nan(""));
@@ -199,18 +193,25 @@ reference::Result RunForward(const Arguments& a, const RunOptions& options) {
 }
 
 reference::Gradients RunBackward(const Arguments& a, const Tensor& d_o, const State& d_final_state,
-                                 const RunOptions& options) {
+                                 const RunOptions& options, unsigned wanted) {
   const DeviceInputs device(a, options);
   const DeviceTensor d_out(options.device, options.dtype, d_o, options.layout);
   DeviceState d_final;
   if (d_final_state.given()) d_final = DeviceState(d_final_state, FinalSlots(a), options);
-  const DeviceTensor q = Like(a.q, options.dtype, options), k = Like(a.k, options.dtype, options);
-  const DeviceTensor v = Like(a.v, options.dtype, options);
-  const DeviceTensor g = Like(a.g, options.wide_dtype(), options);
-  const DeviceTensor beta = Like(a.beta, options.beta_dtype, options);
-  const DeviceTensor level_scales = Like(a.level_scales, options.scales_dtype, options);
+  const auto gradient_of = [&](int bit, const Tensor& values, DType dtype) {
+    return values.given() && (wanted >> bit & 1)
+               ? DeviceTensor(options.device, dtype, values.sizes, options.layout)
+               : DeviceTensor();
+  };
+  const DeviceTensor q = gradient_of(0, a.q, options.dtype);
+  const DeviceTensor k = gradient_of(1, a.k, options.dtype);
+  const DeviceTensor v = gradient_of(2, a.v, options.dtype);
+  const DeviceTensor g = gradient_of(3, a.g, options.wide_dtype());
+  const DeviceTensor beta = gradient_of(4, a.beta, options.beta_dtype);
+  const DeviceTensor level_scales = gradient_of(5, a.level_scales, options.scales_dtype);
+  const bool with_state = a.initial_state.given() && (wanted >> 6 & 1);
   DeviceState d_initial;
-  if (a.initial_state.given()) {
+  if (with_state) {
     State poison = a.initial_state;
     FillWithNaN(poison);
     poison.position.clear();
@@ -244,7 +245,7 @@ reference::Gradients RunBackward(const Arguments& a, const Tensor& d_o, const St
           .g = g.Values(),
           .beta = beta.Values(),
           .level_scales = level_scales.Values(),
-          .initial_state = a.initial_state.given() ? d_initial.Values() : State()};
+          .initial_state = with_state ? d_initial.Values() : State()};
 }
 
 reference::Result RunSteps(const Arguments& a, const std::vector<std::int64_t>& step_sizes,

@@ -24,9 +24,11 @@ struct RunOptions {
 
 // All three throw Error where a call touched a byte outside the elements that it may write.
 reference::Result RunForward(const reference::Arguments& arguments, const RunOptions& options);
+// Bits of `wanted`, lowest first: gradients of q, k, v, g, beta, level_scales, initial_state.
 reference::Gradients RunBackward(const reference::Arguments& arguments,
                                  const reference::Tensor& d_o,
-                                 const reference::State& d_final_state, const RunOptions& options);
+                                 const reference::State& d_final_state, const RunOptions& options,
+                                 unsigned wanted = ~0u);
 // Step by step from arguments.initial_state (or from empty states), step_sizes[i] tokens at a time;
 // they sum to T.
 reference::Result RunSteps(const reference::Arguments& arguments,
