@@ -2,6 +2,7 @@
 #include "core/backend.h"
 
 #include "cpu/cpu_backend.h"
+#include "cpu/gated_delta/gated_delta.h"
 #include "cpu/scalar_gate/scalar_gate.h"
 
 namespace fenwick {
@@ -15,8 +16,11 @@ namespace {
 
 void ForwardCpu(const Inputs& inputs, const TensorView& o, const StateView& final_state,
                 const Context& context) {
-  if (inputs.transition != Transition::kScalarGate) NoKernel();
-  cpu::ScalarGateForward(inputs, o, final_state, context);
+  if (inputs.transition == Transition::kGatedDelta) {
+    cpu::GatedDeltaForward(inputs, o, final_state, context);
+  } else {
+    cpu::ScalarGateForward(inputs, o, final_state, context);
+  }
 }
 
 void BackwardCpu(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,

@@ -157,14 +157,15 @@ void MatMulLowerTransposed(int64_t n, int64_t columns, const T* a, int64_t lda, 
   }
 }
 
-// C = A B on and below the diagonal, A [n, depth], B [depth, n]; of what lies above the diagonal
-// only part is written.
+// C = beta C + A B on and below the diagonal, A [n, depth], B [depth, n]; of what lies above the
+// diagonal only part is written.
 template <typename T>
 void MatMulToLower(int64_t n, int64_t depth, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
-                   int64_t ldc) {
+                   int64_t ldc, T beta = 0) {
   for (int64_t i = 0; i < n; i += kTriangleBlock) {
     const int64_t end = std::min(n, i + kTriangleBlock);
-    MatMul<Op::kNone>(end - i, end, depth, a + i * lda, lda, b, ldb, c + i * ldc, ldc);
+    MatMul<Op::kNone>(end - i, end, depth, a + i * lda, lda, b, ldb, c + i * ldc, ldc,
+                      Epilogue<T>{.beta = beta});
   }
 }
 

@@ -1,0 +1,260 @@
+// One chunk of the gated delta rule (SPEC.md operator 2), one head, n <= 64 tokens:
+//
+//   G(i,j) = exp(g[j+1] + ... + g[i]),  gamma[i] = G(i,-1),  kappa[j] = G(n-1,j),  total =
+//   gamma[n-1] A = strictly lower (diag(beta) K K^T * G),   X = (I + A)^-1,   T = X diag(beta) W =
+//   T diag(gamma) K,   U = T V,   B = lower (Q K^T * G) read        o += diag(lambda_l) Q~ S_l with
+//   Q~ = diag(gamma) Q - B W transition  S_l <- M S_l                 with M  = total I - K~^T W,
+//   K~ = diag(kappa) K new state   K~^T U inside      o  = ((B T) * Lambda) V,     Lambda[t,s] =
+//   lambda[t, level(t,s)]
+//
+// (*: elementwise.) The decays stand inside A and B, so every exponent is a sum of g inside the
+// chunk and never positive. W is kept with its sign turned, so that all products are added. M is
+// never formed: S <- total S + K~^T (-W S) costs the same and skips a K x K matrix.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/scratch.h"
+#include "cpu/tile_layout.h"
+#include "fenwick/partition.h"
+#include "fenwick/state.h"
+
+#if defined(FENWICK_CPU_GATED_DELTA_CHUNK_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FENWICK_CPU_GATED_DELTA_CHUNK_INL_H_
+#undef FENWICK_CPU_GATED_DELTA_CHUNK_INL_H_
+#else
+#define FENWICK_CPU_GATED_DELTA_CHUNK_INL_H_
+#endif
+
+#include "cpu/tiles-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fenwick::cpu {
+namespace HWY_NAMESPACE {
+
+// Tiles of one chunk. Rows are tokens; n of the kStateChunk rows are in use.
+template <typename T>
+struct DeltaChunk {
+  int64_t n = 0, K = 0, V = 0;
+  int L = 0;
+  int64_t kp = 0;                         // where V starts in a row of `in` and `wu`
+  int64_t ld_k = 0, ld_v = 0, ld_kv = 0;  // of [., K], [., V] and [., kp + V] tiles
+  static constexpr int64_t ld_c = TileLd<T>(kStateChunk);  // of [64, 64] tiles
+
+  // Filled by the caller.
+  T* q;       // [64, K], times the scale
+  T* k;       // [64, K]
+  T* in;      // [64, kp + V]: -gamma K (written by PrepareKeys) | V (the caller's)
+  T* g;       // [64]
+  T* beta;    // [64]
+  T* lambda;  // [L, 64]
+
+  // PrepareKeys.
+  T* decay;  // [64, 64] G, zero above the diagonal
+  T* gamma;  // [64]
+  T* kappa;  // [64]
+  T* kt;     // [K, 64] K^T
+  T* kk;     // [64, 64] K K^T on and below the diagonal
+  T* a;      // [64, 64] A
+  T* x;      // [64, 64] X
+  T* t;      // [64, 64] T
+  T* wu;     // [64, kp + V]: -W | U
+  T* k_end;  // [64, K] K~
+  T total;
+
+  // PrepareQueries.
+  T* b;       // [64, 64] B
+  T* d;       // [64, 64] B T
+  T* p;       // [64, 64] (B T) * Lambda
+  T* q_read;  // [64, K] Q~
+
+  DeltaChunk(Scratch& scratch, int64_t K, int64_t V, int L)
+      : K(K),
+        V(V),
+        L(L),
+        kp(PaddedColumns<T>(K)),
+        ld_k(TileLd<T>(K)),
+        ld_v(TileLd<T>(V)),
+        ld_kv(TileLd<T>(kp + V)) {
+    constexpr int64_t C = kStateChunk;
+    for (T** tile : {&q, &k, &k_end, &q_read}) *tile = scratch.New<T>(C * ld_k);
+    for (T** tile : {&in, &wu}) *tile = scratch.New<T>(C * ld_kv);
+    for (T** tile : {&decay, &kk, &a, &x, &t, &b, &d, &p}) *tile = scratch.New<T>(C * ld_c);
+    for (T** row : {&g, &beta, &gamma, &kappa}) *row = scratch.New<T>(C);
+    kt = scratch.New<T>(K * ld_c);
+    lambda = scratch.New<T>(L * C);
+  }
+
+  T* v() const { return in + kp; }         // ld_kv
+  const T* minus_w() const { return wu; }  // ld_kv
+  const T* u() const { return wu + kp; }   // ld_kv
+  const T* level(int level) const { return lambda + std::min(level, L - 1) * kStateChunk; }
+};
+
+// out = a * b on and below the diagonal (below it only, where strict), zero above. Row i of the
+// result is scaled by row_scale[i] if that is given.
+template <typename T>
+void MultiplyLower(int64_t n, bool strict, const T* a, const T* b, const T* row_scale, T* out) {
+  constexpr int64_t ld = DeltaChunk<T>::ld_c;
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t end = strict ? i : i + 1;
+    const auto scale = hn::Set(d, row_scale != nullptr ? row_scale[i] : T{1});
+    for (int64_t j = 0; j < kStateChunk; j += lanes) {
+      const int64_t at = i * ld + j;
+      auto value = hn::Zero(d);
+      if (j < end) {
+        const auto product = hn::Mul(hn::LoadU(d, a + at), hn::LoadU(d, b + at));
+        value = hn::IfThenElseZero(hn::FirstN(d, static_cast<size_t>(end - j)),
+                                   hn::Mul(scale, product));
+      }
+      hn::StoreU(value, d, out + at);
+    }
+  }
+}
+
+// G, gamma and kappa: row i of the sums is row i - 1 plus g[i], so nothing is subtracted.
+template <typename T>
+void Decays(DeltaChunk<T>& c) {
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  HWY_ALIGN T sums[kStateChunk] = {};
+  for (int64_t i = 0; i < c.n; ++i) {
+    c.gamma[i] = (i > 0 ? c.gamma[i - 1] : T{0}) + c.g[i];
+    const auto gi = hn::Set(d, c.g[i]);
+    T* row = c.decay + i * c.ld_c;
+    for (int64_t j = 0; j < kStateChunk; j += lanes) {
+      if (j > i) {
+        hn::StoreU(hn::Zero(d), d, row + j);
+        continue;
+      }
+      const auto sum = hn::IfThenElseZero(hn::FirstN(d, static_cast<size_t>(i - j)),
+                                          hn::Add(hn::LoadU(d, sums + j), gi));
+      hn::StoreU(sum, d, sums + j);
+      hn::StoreU(hn::IfThenElseZero(hn::FirstN(d, static_cast<size_t>(i + 1 - j)), hn::Exp(d, sum)),
+                 d, row + j);
+    }
+  }
+  std::fill(c.gamma + c.n, c.gamma + kStateChunk, T{0});
+  ExpVector(kStateChunk, c.gamma);
+  std::copy_n(c.decay + (c.n - 1) * c.ld_c, kStateChunk, c.kappa);
+  c.total = c.gamma[c.n - 1];
+}
+
+// X = (I + A)^-1 by forward substitution, row by row; T = X diag(beta).
+template <typename T>
+void InvertLower(DeltaChunk<T>& c) {
+  constexpr int kGroup = 4;  // independent chains of multiply-adds
+  constexpr int64_t ld = DeltaChunk<T>::ld_c;
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t i = 0; i < c.n; ++i) {
+    const T* a = c.a + i * ld;
+    T* row = c.x + i * ld;
+    for (int64_t j0 = 0; j0 < kStateChunk; j0 += kGroup * lanes) {
+      hn::Vec<decltype(d)> sum[kGroup];
+      for (int s = 0; s < kGroup; ++s) sum[s] = hn::Zero(d);
+      for (int64_t m = j0; m < i; ++m) {
+        const auto am = hn::Set(d, a[m]);
+        for (int s = 0; s < kGroup; ++s) {
+          const int64_t j = j0 + s * lanes;
+          if (j < kStateChunk) sum[s] = hn::NegMulAdd(am, hn::LoadU(d, c.x + m * ld + j), sum[s]);
+        }
+      }
+      for (int s = 0; s < kGroup; ++s) {
+        if (j0 + s * lanes < kStateChunk) hn::StoreU(sum[s], d, row + j0 + s * lanes);
+      }
+    }
+    row[i] = 1;
+    for (int64_t j = 0; j < kStateChunk; j += lanes) {
+      hn::StoreU(hn::Mul(hn::LoadU(d, row + j), hn::LoadU(d, c.beta + j)), d, c.t + i * ld + j);
+    }
+  }
+}
+
+// All that the transition and the new state need.
+template <typename T>
+void PrepareKeys(DeltaChunk<T>& c) {
+  const int64_t n = c.n;
+  std::fill(c.beta + n, c.beta + kStateChunk, T{0});  // no NaN times zero in T
+  Decays(c);
+  Transpose(n, c.K, c.k, c.ld_k, c.kt, c.ld_c);
+  MatMulToLower(n, c.K, c.k, c.ld_k, c.kt, c.ld_c, c.kk, c.ld_c);
+  MultiplyLower(n, /*strict=*/true, c.kk, c.decay, c.beta, c.a);
+  InvertLower(c);
+  HWY_ALIGN T minus_gamma[kStateChunk];
+  for (int64_t i = 0; i < n; ++i) minus_gamma[i] = -c.gamma[i];
+  ScaleRows(n, c.kp, minus_gamma, c.k, c.ld_k, c.in, c.ld_kv);
+  MatMulLower(n, c.kp + c.V, c.t, c.ld_c, c.in, c.ld_kv, c.wu, c.ld_kv, T{0});
+  ScaleRows(n, c.kp, c.kappa, c.k, c.ld_k, c.k_end, c.ld_k);
+}
+
+// f(level, begin, end) for the sources s in [begin, end) that row t of a chunk reads through
+// `level` >= 1.
+template <typename F>
+HWY_INLINE void ForEachBucket(int64_t t, F&& f) {
+  for (uint64_t bits = static_cast<uint64_t>(t); bits != 0; bits &= bits - 1) {
+    const int level = MergeLevel(bits);
+    const int64_t begin = static_cast<int64_t>(BucketBegin(static_cast<uint64_t>(t), level));
+    f(level, begin, begin + (int64_t{1} << (level - 1)));
+  }
+}
+
+// out = in * Lambda on and below the diagonal, zero above.
+template <typename T>
+void MultiplyLevels(const DeltaChunk<T>& c, const T* in, T* out) {
+  for (int64_t t = 0; t < c.n; ++t) {
+    const T* from = in + t * c.ld_c;
+    T* to = out + t * c.ld_c;
+    ForEachBucket(t, [&](int level, int64_t begin, int64_t end) {
+      const T weight = c.level(level)[t];
+      for (int64_t s = begin; s < end; ++s) to[s] = from[s] * weight;
+    });
+    to[t] = from[t] * c.level(0)[t];
+    std::fill(to + t + 1, to + kStateChunk, T{0});
+  }
+}
+
+// All that the outputs need; after PrepareKeys.
+template <typename T>
+void PrepareQueries(DeltaChunk<T>& c) {
+  const int64_t n = c.n;
+  MatMulToLower(n, c.K, c.q, c.ld_k, c.kt, c.ld_c, c.d, c.ld_c);
+  MultiplyLower(n, /*strict=*/false, c.d, c.decay, static_cast<const T*>(nullptr), c.b);
+  ScaleRows(n, c.kp, c.gamma, c.q, c.ld_k, c.q_read, c.ld_k);
+  MatMulLower(n, c.K, c.b, c.ld_c, c.minus_w(), c.ld_kv, c.q_read, c.ld_k, T{1});
+  MatMulLower(n, n, c.b, c.ld_c, c.t, c.ld_c, c.d, c.ld_c, T{0});
+  MultiplyLevels(c, c.d, c.p);
+}
+
+// S [K, columns] <- M S.
+template <typename T>
+void ApplyTransition(const DeltaChunk<T>& c, int64_t columns, T* s, int64_t ld) {
+  Scratch scratch;
+  T* ws = scratch.New<T>(c.n * ld);
+  MatMul<Op::kNone>(c.n, columns, c.K, c.minus_w(), c.ld_kv, s, ld, ws, ld);
+  MatMul<Op::kTranspose>(c.K, columns, c.n, c.k_end, c.ld_k, ws, ld, s, ld,
+                         Epilogue<T>{.beta = c.total});
+}
+
+// m [K, K] = M.
+template <typename T>
+void WriteTransition(const DeltaChunk<T>& c, T* m) {
+  MatMul<Op::kTranspose>(c.K, c.K, c.n, c.k_end, c.ld_k, c.minus_w(), c.ld_kv, m, c.ld_k);
+  for (int64_t i = 0; i < c.K; ++i) m[i * c.ld_k + i] += c.total;
+}
+
+// s [K, V] (+)= K~^T U.
+template <typename T>
+void AddNewState(const DeltaChunk<T>& c, bool accumulate, T* s) {
+  MatMul<Op::kTranspose>(c.K, c.V, c.n, c.k_end, c.ld_k, c.u(), c.ld_kv, s, c.ld_v,
+                         Epilogue<T>{.beta = accumulate ? T{1} : T{0}});
+}
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace HWY_NAMESPACE
+}  // namespace fenwick::cpu
+HWY_AFTER_NAMESPACE();
+
+#endif  // FENWICK_CPU_GATED_DELTA_CHUNK_INL_H_

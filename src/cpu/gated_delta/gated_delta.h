@@ -1,0 +1,12 @@
+// The log-linear gated delta rule on the CPU (SPEC.md operator 2): see docs/mathematics.md for the
+// chunk form and its derivative.
+#pragma once
+
+#include "fenwick/ops.h"
+
+namespace fenwick::cpu {
+
+void GatedDeltaForward(const Inputs& inputs, const TensorView& o, const StateView& final_state,
+                       const Context& context);
+
+}  // namespace fenwick::cpu
