@@ -29,7 +29,7 @@ void RequireShape(const std::string& name, const char* axes, const TensorView& v
                   std::initializer_list<std::int64_t> sizes);
 void RequireDType(const std::string& name, const TensorView& view, DType expected);
 void RequireFloating(const std::string& name, const TensorView& view);
-// Stride 1 on the last axis and memory behind the elements.
+// Stride 1 on the last axis and memory behind the elements, if there are any.
 void RequireMemory(const std::string& name, const TensorView& view);
 void RequireContiguous(const std::string& name, const TensorView& view);
 // No element twice, for views that a call writes.
