@@ -1,0 +1,159 @@
+// A row's result does not depend on its company: batch, threads, packing.
+#include "property/property.h"
+
+namespace fenwick {
+namespace {
+
+using reference::Arguments;
+using reference::Gradients;
+using reference::Tensor;
+using support::ProblemSpec;
+using support::RunOptions;
+using testing::ExpectClose;
+using testing::NextSeed;
+
+FENWICK_PROPERTY_SUITE(BatchTest);
+
+constexpr Tensor Gradients::*kFields[] = {&Gradients::q,    &Gradients::k,
+                                          &Gradients::v,    &Gradients::g,
+                                          &Gradients::beta, &Gradients::level_scales};
+
+void ExpectSame(const char* name, const Tensor& a, const Tensor& b) {
+  ASSERT_EQ(a.sizes, b.sizes) << name;
+  EXPECT_EQ(a.data, b.data) << name << " is not bitwise equal";
+}
+
+void ExpectSame(const Gradients& a, const Gradients& b) {
+  for (const auto field : kFields) ExpectSame("gradient", a.*field, b.*field);
+  ExpectSame("d_initial_state.nodes", a.initial_state.nodes, b.initial_state.nodes);
+  ExpectSame("d_initial_state.k", a.initial_state.k, b.initial_state.k);
+  ExpectSame("d_initial_state.v", a.initial_state.v, b.initial_state.v);
+  ExpectSame("d_initial_state.g", a.initial_state.g, b.initial_state.g);
+}
+
+// Values of row b of a batch.
+Gradients RowOf(const Gradients& all, std::int64_t b) {
+  Gradients row;
+  for (const auto field : kFields) row.*field = support::Slice(all.*field, 0, b, b + 1);
+  row.initial_state = support::SliceState(all.initial_state, b, b + 1);
+  return row;
+}
+
+TEST_P(BatchTest, ARowAloneIsBitwiseTheRowAmongSeven) {
+  FENWICK_REQUIRE_KERNEL(kForward);
+  const bool backward = testing::HasKernel(GetParam(), testing::Operation::kBackward);
+  const bool step = testing::HasKernel(GetParam(), testing::Operation::kStep);
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const std::int64_t T : {50, 200, 700}) {
+      ProblemSpec spec = Spec(dtype);
+      spec.B = 7;
+      spec.T = T;
+      spec.H = 2;
+      if (T == 200) spec.state_tokens = {0, 3, 64, 130, 200, 300, 320};
+      spec.L = 11;
+      const support::Problem problem = support::RandomProblem(spec, NextSeed());
+      SCOPED_TRACE(support::Describe(problem.spec));
+      const Arguments& a = problem.arguments;
+      const auto all = support::RunForward(a, spec.options);
+      Gradients all_grad;
+      reference::Result all_steps;
+      if (backward) all_grad = support::RunBackward(a, problem.d_o, {}, spec.options);
+      if (step && T == 50) all_steps = support::RunSteps(a, {1, 7, 42}, spec.options);
+      for (const std::int64_t b : {0, 3, 6}) {
+        const Arguments row = support::SliceRow(a, b);
+        ExpectSame("o", support::RunForward(row, spec.options).o,
+                   support::Slice(all.o, 0, b, b + 1));
+        if (all_steps.o.given()) {
+          ExpectSame("o of steps", support::RunSteps(row, {1, 7, 42}, spec.options).o,
+                     support::Slice(all_steps.o, 0, b, b + 1));
+        }
+        if (backward) {
+          ExpectSame(
+              support::RunBackward(row, support::Slice(problem.d_o, 0, b, b + 1), {}, spec.options),
+              RowOf(all_grad, b));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(BatchTest, AnyNumberOfThreadsIsBitwiseTheSame) {
+  if (GetParam().device != Device::kCPU) GTEST_SKIP() << "threads are the CPU's";
+  FENWICK_REQUIRE_KERNEL(kForward);
+  const bool backward = testing::HasKernel(GetParam(), testing::Operation::kBackward);
+  for (const std::int64_t T : {100, 1500}) {
+    ProblemSpec spec = Spec();
+    spec.T = T;
+    spec.H = 2;
+    spec.state_tokens = {300};
+    spec.d_final_state = true;
+    const support::Problem problem = support::RandomProblem(spec, NextSeed());
+    RunOptions one = spec.options;
+    one.num_threads = 1;
+    const auto expected = support::RunForward(problem.arguments, one);
+    Gradients expected_grad;
+    if (backward) {
+      expected_grad =
+          support::RunBackward(problem.arguments, problem.d_o, problem.d_final_state, one);
+    }
+    for (const int threads : {2, 3}) {
+      RunOptions options = spec.options;
+      options.num_threads = threads;
+      const auto result = support::RunForward(problem.arguments, options);
+      ExpectSame("o", result.o, expected.o);
+      ExpectSame("nodes", result.final_state.nodes, expected.final_state.nodes);
+      if (backward) {
+        ExpectSame(
+            support::RunBackward(problem.arguments, problem.d_o, problem.d_final_state, options),
+            expected_grad);
+      }
+    }
+  }
+}
+
+// Packed sequences, empty ones among them, with and without states: as each alone.
+TEST_P(BatchTest, PackedSequencesAreAsEachAlone) {
+  FENWICK_REQUIRE_KERNEL(kForward);
+  const bool backward = testing::HasKernel(GetParam(), testing::Operation::kBackward);
+  for (const bool with_state : {false, true}) {
+    ProblemSpec spec = Spec();
+    spec.G = 2;
+    spec.H = 4;
+    spec.lengths = {0, 100, 1, 0, 64, 300, 0};
+    if (with_state) spec.state_tokens = {70, 0, 200, 0, 129, 64, 300};
+    spec.L = 11;
+    const support::Problem problem = support::RandomProblem(spec, NextSeed());
+    SCOPED_TRACE(support::Describe(problem.spec));
+    const Arguments& a = problem.arguments;
+    const auto packed = support::RunForward(a, spec.options);
+    Gradients packed_grad;
+    if (backward) packed_grad = support::RunBackward(a, problem.d_o, {}, spec.options);
+    const double tolerance = support::Tolerance(spec.options, 300, true);
+    for (std::size_t n = 0; n < spec.lengths.size(); ++n) {
+      SCOPED_TRACE("sequence " + std::to_string(n));
+      const std::int64_t begin = a.cu_seqlens[n], end = a.cu_seqlens[n + 1];
+      Arguments alone = support::SliceTokens(a, begin, end);
+      alone.initial_state =
+          support::SliceState(a.initial_state, static_cast<std::int64_t>(n), n + 1);
+      const auto result = support::RunForward(alone, spec.options);
+      ExpectClose("o", support::Slice(packed.o, 1, begin, end), result.o, tolerance);
+      const auto state =
+          support::SliceState(packed.final_state, static_cast<std::int64_t>(n), n + 1);
+      EXPECT_EQ(state.position, result.final_state.position);
+      EXPECT_EQ(state.base, result.final_state.base);
+      ExpectClose("nodes", support::Slice(state.nodes, 2, 0, result.final_state.nodes.size(2)),
+                  result.final_state.nodes, tolerance);
+      if (!backward) continue;
+      const auto grad =
+          support::RunBackward(alone, support::Slice(problem.d_o, 1, begin, end), {}, spec.options);
+      for (const auto field : kFields) {
+        if (!(grad.*field).given()) continue;
+        ExpectClose("gradient", support::Slice(packed_grad.*field, 1, begin, end), grad.*field,
+                    tolerance);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fenwick
