@@ -25,7 +25,8 @@ void ForwardCpu(const Inputs& inputs, const TensorView& o, const StateView& fina
 
 void BackwardCpu(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
                  const Gradients& gradients, const Context& context) {
-  NoKernel();
+  if (inputs.transition != Transition::kGatedDelta) NoKernel();
+  cpu::GatedDeltaBackward(inputs, d_o, d_final_state, gradients, context);
 }
 
 void StepCpu(const Inputs& inputs, const TensorView& o, const Context& context) { NoKernel(); }

@@ -80,32 +80,6 @@ void LoadQueries(const DeltaRows& rows, const ChunkSpan& span, double scale, Del
   LoadLevels(rows, span, c.L, c.lambda);
 }
 
-// Tiles of equal size that are taken and given back.
-template <typename T>
-class TilePool {
- public:
-  TilePool(Scratch& scratch, int64_t size) : scratch_(scratch), size_(size) {}
-
-  T* Take() {
-    if (num_free_ > 0) return free_[--num_free_];
-    return scratch_.New<T>(size_);
-  }
-  void Give(T* tile) { free_[num_free_++] = tile; }
-
- private:
-  Scratch& scratch_;
-  int64_t size_;
-  T* free_[kMaxSlots];
-  int num_free_ = 0;
-};
-
-// A state carried through a segment.
-template <typename T>
-struct LocalNode {
-  T* state = nullptr;  // [K, V], ld_v
-  bool live() const { return state != nullptr; }
-};
-
 // NOLINTNEXTLINE(google-readability-namespace-comments)
 }  // namespace HWY_NAMESPACE
 }  // namespace fenwick::cpu

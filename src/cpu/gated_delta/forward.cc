@@ -22,6 +22,7 @@
 //
 #include "cpu/gated_delta/chunk-inl.h"
 #include "cpu/gated_delta/chunk_io-inl.h"
+#include "cpu/gated_delta/segment-inl.h"
 #include "hwy/aligned_allocator.h"
 #include "hwy/highway.h"
 
@@ -32,8 +33,6 @@ namespace fenwick::cpu {
 // Memory between the phases of a wave: several segments for every thread (one of K = 128, V = 64
 // takes 0.9 MB), small beside the inputs, and phase 3 still finds some of it in the cache.
 inline constexpr std::int64_t kWaveBytesPerThread = std::int64_t{8} << 20;
-// Columns of V that a task of phase 2 takes.
-inline constexpr std::int64_t kWalkColumns = 32;
 
 }  // namespace fenwick::cpu
 #endif
@@ -42,25 +41,12 @@ HWY_BEFORE_NAMESPACE();
 namespace fenwick::cpu {
 namespace HWY_NAMESPACE {
 
-// One segment of a wave and what its phases hand on. Tiles are null where nothing needs them.
+// One segment of a wave and what its phases hand on.
 template <typename T>
-struct SegmentWork {
-  const Sequence* sequence = nullptr;
-  int64_t head = 0;
-  Segment segment;
-  bool has_incoming = false;
-
-  T* q_read = nullptr;      // [tokens, K] Q~ P, ld_k
-  T* o = nullptr;           // [tokens, V] outputs of the local nodes, ld_v
-  T* transition = nullptr;  // [K, K] P of the whole segment, ld_k
-  T* node = nullptr;        // [K, V] the segment's own node, ld_v
+struct SegmentWork : SegmentBase<T> {
+  T* q_read = nullptr;      // [tokens, K] Q~ P, ld_k; if incoming
+  T* o = nullptr;           // [tokens, V] outputs of the local nodes, ld_v; if incoming
   T* final_read = nullptr;  // [K, K] P where the final state is taken, ld_k; null also for P = I
-  NodeStack<LocalNode<T>> incoming;
-
-  bool holds_final_base() const {
-    const int64_t chunk = sequence->final_base() / kStateChunk;
-    return segment.begin <= chunk && chunk < segment.end;
-  }
 };
 
 template <typename T>
@@ -82,7 +68,6 @@ class ForwardPass {
           work.sequence = &s;
           work.head = h;
           work.segment = segment;
-          work.has_incoming = call_.NumIncoming(segment) > 0;
           const int64_t size = Layout(work, nullptr);
           if (!wave.empty() && (elements + size) * int64_t{sizeof(T)} > max_bytes) {
             RunWave(wave, elements, &work);
@@ -102,25 +87,16 @@ class ForwardPass {
 
   // Assigns the tiles of `work` in `memory` (null: only counts) and returns their elements.
   int64_t Layout(SegmentWork<T>& work, T* memory) const {
-    int64_t used = 0;
-    const auto take = [&](bool needed, int64_t size) {
-      T* tile = needed && memory != nullptr ? memory + used : nullptr;
-      if (needed) used += size;
-      return tile;
-    };
+    TileArena<T> arena(memory);
+    work.LayoutBase(call_, arena);
     const int64_t tokens = work.segment.chunks() * kStateChunk;
-    const bool incoming = work.has_incoming, next = !work.segment.last;
-    work.q_read = take(incoming, TileSize<T>(tokens, call_.K));
-    work.o = take(incoming, TileSize<T>(tokens, call_.V));
-    work.transition = take(incoming && next, TileSize<T>(call_.K, call_.K));
-    work.node = take(next, state_size());
-    work.final_read = take(incoming && final_state_.given() && work.holds_final_base() &&
-                               work.sequence->final_base() / kStateChunk > work.segment.begin,
-                           TileSize<T>(call_.K, call_.K));
-    call_.ForEachIncoming(work.segment, [&](int slot) {
-      work.incoming.slots[slot].state = take(true, state_size());
-    });
-    return used;
+    work.q_read = arena.Take(work.has_incoming, TileSize<T>(tokens, call_.K));
+    work.o = arena.Take(work.has_incoming, TileSize<T>(tokens, call_.V));
+    work.final_read =
+        arena.Take(work.has_incoming && final_state_.given() && work.holds_final_base() &&
+                       work.sequence->final_base() / kStateChunk > work.segment.begin,
+                   TileSize<T>(call_.K, call_.K));
+    return arena.used();
   }
 
   // `next` is the segment after the wave; if it goes on a line, its incoming nodes are kept.
@@ -130,7 +106,7 @@ class ForwardPass {
     T* at = memory.get();
     for (SegmentWork<T>& work : wave) at += Layout(work, at);
     if (!wave[0].segment.first) {
-      wave[0].incoming.ForEachLive([&](int slot, const LocalNode<T>& node) {
+      wave[0].incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
         std::copy_n(carried_.get() + slot * state_size(), state_size(), node.state);
       });
     }
@@ -156,9 +132,10 @@ class ForwardPass {
                   const int64_t columns = std::min(kWalkColumns, call_.V - column);
                   int64_t i = lines[task / blocks];
                   for (; !wave[i].segment.last && i + 1 < count; ++i) {
-                    WalkOn(wave[i], wave[i + 1], column, columns);
+                    WalkOn(call_, wave[i], wave[i + 1].incoming, column, columns);
                   }
-                  if (!wave[i].segment.last) WalkOn(wave[i], after, column, columns);
+                  if (!wave[i].segment.last)
+                    WalkOn(call_, wave[i], after.incoming, column, columns);
                 });
     carried_ = std::move(carry);
     ParallelFor(count, call_.num_threads, [&](int64_t i, int) {
@@ -186,18 +163,15 @@ class ForwardPass {
     T* transition = work.transition;
     if (work.has_incoming && transition == nullptr) transition = scratch.New<T>(K * c.ld_k);
     TilePool<T> pool(scratch, state_size());
-    NodeStack<LocalNode<T>> local;
-    const StateView& initial = in.initial_state;
-    const auto load = [&](int slot, T* state) {
-      LoadNode(NodeData(initial.nodes, sequence.index, work.head, slot), K, V, state);
-    };
+    NodeStack<StateNode<T>> local;
     call_.ForEachInitialLocal(work.segment, [&](int slot) {
       local.slots[slot].state = pool.Take();
-      load(slot, local.slots[slot].state);
+      LoadInitialNode(call_, work, slot, local.slots[slot].state);
     });
     if (work.segment.first) {
-      work.incoming.ForEachLive(
-          [&](int slot, const LocalNode<T>& node) { load(slot, node.state); });
+      work.incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
+        LoadInitialNode(call_, work, slot, node.state);
+      });
     }
 
     const int64_t final_chunk = sequence.final_base() / kStateChunk;
@@ -218,7 +192,7 @@ class ForwardPass {
         const int64_t row = (chunk - work.segment.begin) * kStateChunk;
         T* out = work.has_incoming ? work.o + row * ld_v : o;
         MatMulLower(c.n, V, c.p, c.ld_c, c.v(), c.ld_kv, out, ld_v, T{0});
-        local.ForEachLive([&](int slot, const LocalNode<T>& node) {
+        local.ForEachLive([&](int slot, const StateNode<T>& node) {
           MatMul<Op::kNone>(c.n, V, K, c.q_read, c.ld_k, node.state, ld_v, out, ld_v,
                             Epilogue<T>{.beta = 1, .row_scale = c.level(ReadLevel(slot, call_.L))});
         });
@@ -232,38 +206,20 @@ class ForwardPass {
       }
       if (chunk + 1 == sequence.end_chunk()) break;
       local.ForEachLive(
-          [&](int, const LocalNode<T>& node) { ApplyTransition(c, V, node.state, ld_v); });
+          [&](int, const StateNode<T>& node) { ApplyTransition(c, V, node.state, ld_v); });
       if (work.has_incoming) {
         first ? WriteTransition(c, transition) : ApplyTransition(c, K, transition, c.ld_k);
       }
-      LocalNode<T> node{pool.Take()};
+      StateNode<T> node{pool.Take()};
       AddNewState(c, /*accumulate=*/false, node.state);
-      local.Push(chunk, call_.top, node, [&](LocalNode<T>& newer, const LocalNode<T>& older) {
+      local.Push(chunk, call_.top, node, [&](StateNode<T>& newer, const StateNode<T>& older) {
         ScaleAdd(K * ld_v, T{1}, newer.state, T{1}, older.state);
         pool.Give(older.state);
       });
     }
     if (work.node != nullptr) {
-      const int slot = MergeSlot(work.segment.end - 1, call_.top);
-      std::copy_n(local.slots[slot].state, state_size(), work.node);
+      std::copy_n(local.slots[work.target(call_.top)].state, state_size(), work.node);
     }
-  }
-
-  // Phase 2: incoming nodes of the segment after `work`, columns [column, column + columns) of V.
-  void WalkOn(const SegmentWork<T>& work, const SegmentWork<T>& next, int64_t column,
-              int64_t columns) {
-    const int64_t K = call_.K, ld_k = TileLd<T>(K), ld_v = TileLd<T>(call_.V);
-    const int target = MergeSlot(work.segment.end - 1, call_.top);
-    T* merged = next.incoming.slots[target].state + column;
-    for (int64_t i = 0; i < K; ++i) {
-      std::copy_n(work.node + column + i * ld_v, columns, merged + i * ld_v);
-    }
-    work.incoming.ForEachLive([&](int slot, const LocalNode<T>& node) {
-      const bool merges = slot <= target;
-      T* to = merges ? merged : next.incoming.slots[slot].state + column;
-      MatMul<Op::kNone>(K, columns, K, work.transition, ld_k, node.state + column, ld_v, to, ld_v,
-                        Epilogue<T>{.beta = merges ? T{1} : T{0}});
-    });
   }
 
   // Phase 3.
@@ -279,7 +235,7 @@ class ForwardPass {
       LoadLevels(rows, span, call_.L, lambda);
       const int64_t row = (chunk - work.segment.begin) * kStateChunk;
       T* o = work.o + row * ld_v;
-      work.incoming.ForEachLive([&](int slot, const LocalNode<T>& node) {
+      work.incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
         MatMul<Op::kNone>(
             span.count, V, K, work.q_read + row * ld_k, ld_k, node.state, ld_v, o, ld_v,
             Epilogue<T>{.beta = 1, .row_scale = lambda + ReadLevel(slot, call_.L) * kStateChunk});
@@ -288,7 +244,7 @@ class ForwardPass {
     }
     if (final_state_.given() && work.holds_final_base()) {
       T* state = scratch.New<T>(state_size());
-      work.incoming.ForEachLive([&](int slot, const LocalNode<T>& node) {
+      work.incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
         const T* carried = node.state;
         if (work.final_read != nullptr) {
           MatMul<Op::kNone>(K, V, K, work.final_read, ld_k, node.state, ld_v, state, ld_v);
@@ -318,12 +274,12 @@ class ForwardPass {
   }
 
   // Local nodes at the final base; all other slots are zeroed, phase 3 adds the incoming ones.
-  void WriteLocalNodes(const SegmentWork<T>& work, const NodeStack<LocalNode<T>>& local) {
+  void WriteLocalNodes(const SegmentWork<T>& work, const NodeStack<StateNode<T>>& local) {
     for (int64_t b = 0; b < final_state_.nodes.size(2); ++b) {
       std::fill_n(FinalNode(*work.sequence, work.head, b), call_.K * call_.V, T{0});
     }
     local.ForEachLive(
-        [&](int slot, const LocalNode<T>& node) { AddToFinalNode(work, slot, node.state); });
+        [&](int slot, const StateNode<T>& node) { AddToFinalNode(work, slot, node.state); });
   }
 
   // The final nodes of a sequence without tokens.

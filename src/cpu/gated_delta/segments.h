@@ -27,6 +27,9 @@ inline constexpr int kSegmentLog2 = 4;
 inline constexpr std::int64_t kSegmentChunks = std::int64_t{1} << kSegmentLog2;
 inline constexpr std::int64_t kSegmentTokens = kSegmentChunks * kStateChunk;
 
+// Columns of V that a task of the walk over segments takes.
+inline constexpr std::int64_t kWalkColumns = 32;
+
 struct Segment {
   std::int64_t begin = 0, end = 0;   // chunks
   bool first = false, last = false;  // of its line

@@ -1,0 +1,539 @@
+// Backward of the log-linear gated delta rule. The adjoint of a read of a node is a write into its
+// gradient, and the gradient of a merged node is that of each node that went into it, so time runs
+// backwards through the same segments (segments.h):
+//   1. every segment by itself: its node and P (as forward), and for each incoming node S, read as
+//      (Q~ P) S, what the segment's outputs give to S': sum of (Q~ P)^T diag(lambda) dO;
+//   2. the walk over segments, forwards for the incoming S and backwards for their gradients:
+//      S' at the start = (that sum) + P^T (S' at the end);
+//   3. every segment: states at each chunk's start once more, then chunk by chunk backwards
+//      (chunk_backward-inl.h). P is one more carried state, K wide, with the gradient
+//      P' = sum S'(end) S^T at the end and Q~^T (sum diag(lambda) dO S^T) at each chunk.
+// Nothing is kept from the forward. Heads of a group are summed by one task, in order.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/thread_pool.h"
+#include "cpu/gated_delta/gated_delta.h"
+#include "cpu/gated_delta/segments.h"
+#include "cpu/highway_targets.h"
+#include "cpu/scratch.h"
+#include "cpu/tile_layout.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/gated_delta/backward.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+//
+#include "cpu/gated_delta/chunk_backward-inl.h"
+#include "cpu/gated_delta/chunk_io-inl.h"
+#include "cpu/gated_delta/segment-inl.h"
+#include "hwy/aligned_allocator.h"
+#include "hwy/highway.h"
+
+#ifndef FENWICK_CPU_GATED_DELTA_BACKWARD_ONCE_
+#define FENWICK_CPU_GATED_DELTA_BACKWARD_ONCE_
+namespace fenwick::cpu {
+
+// Memory between the phases: whole groups of heads are worked off together while they fit.
+inline constexpr std::int64_t kBatchBytesPerThread = std::int64_t{32} << 20;
+
+}  // namespace fenwick::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace fenwick::cpu {
+namespace HWY_NAMESPACE {
+
+template <typename T>
+struct SegmentGrad : SegmentBase<T> {
+  // Gradients of the incoming nodes: after phase 1 what the segment's outputs give, then all.
+  NodeStack<StateNode<T>> d_incoming;
+};
+
+// All segments of the heads of one group of one sequence: segments[h * num_segments + i].
+template <typename T>
+struct GroupWork {
+  const Sequence* sequence;
+  int64_t group;
+  int64_t num_segments;
+  std::vector<SegmentGrad<T>> segments;
+};
+
+template <typename T>
+class BackwardPass {
+ public:
+  BackwardPass(const DeltaCall& call, const TensorView& d_o, const StateGradView& d_final,
+               const Gradients& gradients)
+      : call_(call), d_o_(d_o), d_final_(d_final), out_(gradients) {}
+
+  void Run() {
+    for (const TensorView* view :
+         {&out_.initial_state.k, &out_.initial_state.v, &out_.initial_state.g,
+          &out_.initial_state.beta, &out_.initial_state.nodes}) {
+      if (view->given() && view->num_elements() > 0) {
+        std::memset(view->data, 0, view->num_elements() * ElementSize(view->dtype));
+      }
+    }
+    std::vector<GroupWork<T>> batch;
+    int64_t elements = 0;
+    const int64_t max_bytes = kBatchBytesPerThread * call_.num_threads;
+    for (const Sequence& s : call_.sequences) {
+      const std::vector<Segment> segments = call_.Segments(s);
+      if (segments.empty()) PassThrough(s);
+      for (int64_t group = 0; group < call_.G && !segments.empty(); ++group) {
+        GroupWork<T> work{&s, group, static_cast<int64_t>(segments.size()), {}};
+        int64_t size = 0;
+        for (int64_t h = 0; h < heads_per_group(); ++h) {
+          for (const Segment& segment : segments) {
+            SegmentGrad<T>& segment_work = work.segments.emplace_back();
+            segment_work.sequence = &s;
+            segment_work.head = group * heads_per_group() + h;
+            segment_work.segment = segment;
+            size += Layout(segment_work, nullptr);
+          }
+        }
+        if (!batch.empty() && (elements + size) * int64_t{sizeof(T)} > max_bytes) {
+          RunBatch(batch, elements);
+          elements = 0;
+        }
+        elements += size;
+        batch.push_back(std::move(work));
+      }
+    }
+    if (!batch.empty()) RunBatch(batch, elements);
+  }
+
+ private:
+  int64_t heads_per_group() const { return call_.H / call_.G; }
+  int64_t state_size() const { return TileSize<T>(call_.K, call_.V); }
+
+  int64_t Layout(SegmentGrad<T>& work, T* memory) const {
+    TileArena<T> arena(memory);
+    work.LayoutBase(call_, arena);
+    call_.ForEachIncoming(work.segment, [&](int slot) {
+      work.d_incoming.slots[slot].state = arena.Take(true, state_size());
+    });
+    return arena.used();
+  }
+
+  void RunBatch(std::vector<GroupWork<T>>& batch, int64_t elements) {
+    const auto memory = hwy::AllocateAligned<T>(std::max<int64_t>(elements, 1));
+    T* at = memory.get();
+    std::vector<SegmentGrad<T>*> segments;
+    std::vector<SegmentGrad<T>*> lines;  // first segment of each head
+    std::vector<std::pair<GroupWork<T>*, int64_t>> group_segments;
+    for (GroupWork<T>& group : batch) {
+      for (SegmentGrad<T>& work : group.segments) {
+        at += Layout(work, at);
+        segments.push_back(&work);
+        if (work.segment.first) lines.push_back(&work);
+      }
+      for (int64_t i = 0; i < group.num_segments; ++i) group_segments.emplace_back(&group, i);
+    }
+    ParallelFor(static_cast<int64_t>(segments.size()), call_.num_threads, [&](int64_t i, int) {
+      if (segments[i]->has_incoming || !segments[i]->segment.last) SumSegment(*segments[i]);
+    });
+    const int64_t blocks = (call_.V + kWalkColumns - 1) / kWalkColumns;
+    ParallelFor(static_cast<int64_t>(lines.size()) * blocks, call_.num_threads,
+                [&](int64_t task, int) {
+                  const int64_t column = task % blocks * kWalkColumns;
+                  Walk(lines[task / blocks], column, std::min(kWalkColumns, call_.V - column));
+                });
+    ParallelFor(static_cast<int64_t>(group_segments.size()), call_.num_threads,
+                [&](int64_t i, int) {
+                  RunGroupSegment(*group_segments[i].first, group_segments[i].second);
+                });
+    batch.clear();
+  }
+
+  TokenRows DOutRows(const Sequence& s, int64_t head) const {
+    return TokenRows(d_o_, TensorView(), s, head);
+  }
+
+  void LoadFinalNode(const SegmentGrad<T>& work, int slot, T* state) const {
+    LoadNode(NodeData(d_final_.nodes, work.sequence->index, work.head, slot), call_.K, call_.V,
+             state);
+  }
+
+  // Phase 1.
+  void SumSegment(SegmentGrad<T>& work) {
+    Scratch scratch;
+    const Sequence& sequence = *work.sequence;
+    const int64_t K = call_.K, V = call_.V;
+    const DeltaRows rows(call_.inputs, sequence, work.head, call_.group(work.head));
+    const TokenRows d_o_rows = DOutRows(sequence, work.head);
+    DeltaChunk<T> c(scratch, K, V, call_.L);
+    const int64_t ld_k = c.ld_k, ld_v = c.ld_v;
+    T* d_o = scratch.New<T>(kStateChunk * ld_v);
+    T* weighted = scratch.New<T>(kStateChunk * ld_v);
+    T* read = scratch.New<T>(kStateChunk * ld_k);
+    T* state = scratch.New<T>(state_size());
+    T* transition = work.transition;
+    if (work.has_incoming && transition == nullptr) transition = scratch.New<T>(K * ld_k);
+
+    // One running sum in place of the local nodes: the transition is linear.
+    if (work.node != nullptr) std::fill_n(work.node, state_size(), T{0});
+    if (work.segment.first) {
+      call_.ForEachInitialLocal(work.segment, [&](int slot) {
+        if (work.node == nullptr) return;
+        LoadInitialNode(call_, work, slot, state);
+        ScaleAdd(state_size(), T{1}, work.node, T{1}, state);
+      });
+      work.incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
+        LoadInitialNode(call_, work, slot, node.state);
+      });
+    }
+    work.d_incoming.ForEachLive(
+        [&](int, const StateNode<T>& node) { std::fill_n(node.state, state_size(), T{0}); });
+
+    for (int64_t chunk = work.segment.begin; chunk < work.segment.end; ++chunk) {
+      const bool first = chunk == work.segment.begin;
+      if (d_final_.given() && chunk == sequence.final_base() / kStateChunk) {
+        work.d_incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
+          LoadFinalNode(work, slot, state);
+          if (first) {
+            ScaleAdd(state_size(), T{1}, node.state, T{1}, state);
+          } else {
+            MatMul<Op::kTranspose>(K, V, K, transition, ld_k, state, ld_v, node.state, ld_v,
+                                   Epilogue<T>{.beta = 1});
+          }
+        });
+      }
+      const ChunkSpan span(sequence, chunk);
+      LoadKeys(rows, span, c);
+      PrepareKeys(c);
+      if (work.has_incoming && span.has_queries()) {
+        LoadQueries(rows, span, call_.inputs.scale, c);
+        PrepareQueries(c);
+        LoadRows(d_o_rows, span.first, c.n, V, d_o, ld_v);
+        const T* q_read = c.q_read;
+        if (!first) {
+          MatMul<Op::kNone>(c.n, K, K, c.q_read, ld_k, transition, ld_k, read, ld_k);
+          q_read = read;
+        }
+        work.d_incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
+          ScaleRows(c.n, PaddedColumns<T>(V), c.level(ReadLevel(slot, call_.L)), d_o, ld_v,
+                    weighted, ld_v);
+          MatMul<Op::kTranspose>(K, V, c.n, q_read, ld_k, weighted, ld_v, node.state, ld_v,
+                                 Epilogue<T>{.beta = 1});
+        });
+      }
+      if (chunk + 1 == sequence.end_chunk()) break;
+      if (work.has_incoming) {
+        first ? WriteTransition(c, transition) : ApplyTransition(c, K, transition, ld_k);
+      }
+      if (work.node != nullptr) {
+        ApplyTransition(c, V, work.node, ld_v);
+        AddNewState(c, /*accumulate=*/true, work.node);
+      }
+    }
+  }
+
+  // Phase 2 for the segments of one head, columns [column, column + columns) of V.
+  void Walk(SegmentGrad<T>* line, int64_t column, int64_t columns) {
+    const int64_t K = call_.K, ld_k = TileLd<T>(K), ld_v = TileLd<T>(call_.V);
+    int64_t last = 0;
+    for (; !line[last].segment.last; ++last) {
+      WalkOn(call_, line[last], line[last + 1].incoming, column, columns);
+    }
+    for (int64_t i = last - 1; i >= 0; --i) {
+      line[i].d_incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
+        MatMul<Op::kTranspose>(K, columns, K, line[i].transition, ld_k,
+                               GradientAtEnd(line[i], line[i + 1], slot) + column, ld_v,
+                               node.state + column, ld_v, Epilogue<T>{.beta = 1});
+      });
+    }
+  }
+
+  // Gradient, at the end of `work`, of the node that was in `slot` at its start.
+  const T* GradientAtEnd(const SegmentGrad<T>& work, const SegmentGrad<T>& next, int slot) const {
+    return next.d_incoming.slots[std::max(slot, work.target(call_.top))].state;
+  }
+
+  // Phase 3 for all heads of a group.
+  void RunGroupSegment(const GroupWork<T>& group, int64_t index) {
+    Scratch scratch;
+    const Sequence& s = *group.sequence;
+    const int64_t K = call_.K, ld_k = TileLd<T>(K);
+    const Segment& segment = group.segments[index].segment;
+    const int64_t first = segment.begin * kStateChunk;
+    const int64_t tokens = std::min(segment.end * kStateChunk, s.end) - first;
+    T* dq = scratch.New<T>(tokens * ld_k);
+    T* dk = scratch.New<T>(tokens * ld_k);
+    std::fill_n(dq, tokens * ld_k, T{0});
+    std::fill_n(dk, tokens * ld_k, T{0});
+    for (int64_t h = 0; h < heads_per_group(); ++h) {
+      const SegmentGrad<T>* work = &group.segments[h * group.num_segments + index];
+      RunSegment(*work, work->segment.last ? nullptr : work + 1, dq, dk);
+    }
+    AddFinalRing(d_final_.k, s, group.group, first, tokens, K, dk, ld_k);
+    StoreRows(dq, ld_k, first, tokens, K, TokenRows(out_.q, TensorView(), s, group.group));
+    StoreRows(dk, ld_k, first, tokens, K, TokenRows(out_.k, out_.initial_state.k, s, group.group));
+  }
+
+  // rows += gradient of the final state's ring, for the tokens that went into it.
+  void AddFinalRing(const TensorView& ring, const Sequence& s, int64_t head, int64_t first,
+                    int64_t count, int64_t columns, T* rows, int64_t ld) const {
+    if (!d_final_.given() || !ring.given()) return;
+    Scratch scratch;
+    const TokenRows from(TensorView(), ring, Sequence{.index = s.index, .begin = s.end}, head);
+    T* row = scratch.New<T>(PaddedColumns<T>(columns));
+    for (int64_t p = std::max(first, s.final_base()); p < first + count; ++p) {
+      LoadRow(from.dtype(), from.Row(p), columns, row);
+      for (int64_t j = 0; j < columns; ++j) rows[(p - first) * ld + j] += row[j];
+    }
+  }
+
+  // The forward states of a segment, as they are where each chunk begins.
+  struct SegmentStates {
+    std::array<NodeStack<StateNode<T>>, kSegmentChunks> local;
+    std::array<T*, kSegmentChunks> transition{};  // P [K, K], ld_k
+  };
+
+  void RecomputeStates(const SegmentGrad<T>& work, const DeltaRows& rows, Scratch& scratch,
+                       DeltaChunk<T>& c, SegmentStates& states) {
+    const int64_t K = call_.K, V = call_.V, ld_k = c.ld_k, ld_v = c.ld_v;
+    call_.ForEachInitialLocal(work.segment, [&](int slot) {
+      T* state = scratch.New<T>(state_size());
+      LoadInitialNode(call_, work, slot, state);
+      states.local[0].slots[slot].state = state;
+    });
+    if (work.has_incoming) {
+      for (int64_t i = 0; i < work.segment.chunks(); ++i) {
+        states.transition[i] = scratch.New<T>(K * ld_k);
+      }
+      std::fill_n(states.transition[0], K * ld_k, T{0});
+      for (int64_t i = 0; i < K; ++i) states.transition[0][i * ld_k + i] = 1;
+    }
+    for (int64_t i = 0; i + 1 < work.segment.chunks(); ++i) {
+      const int64_t chunk = work.segment.begin + i;
+      LoadKeys(rows, ChunkSpan(*work.sequence, chunk), c);
+      PrepareKeys(c);
+      if (work.has_incoming) {
+        if (i == 0) {
+          WriteTransition(c, states.transition[1]);
+        } else {
+          std::copy_n(states.transition[i], K * ld_k, states.transition[i + 1]);
+          ApplyTransition(c, K, states.transition[i + 1], ld_k);
+        }
+      }
+      NodeStack<StateNode<T>>& next = states.local[i + 1];
+      states.local[i].ForEachLive([&](int slot, const StateNode<T>& node) {
+        next.slots[slot].state = scratch.New<T>(state_size());
+        std::copy_n(node.state, state_size(), next.slots[slot].state);
+        ApplyTransition(c, V, next.slots[slot].state, ld_v);
+      });
+      StateNode<T> node{scratch.New<T>(state_size())};
+      AddNewState(c, /*accumulate=*/false, node.state);
+      next.Push(chunk, call_.top, node, [&](StateNode<T>& newer, const StateNode<T>& older) {
+        ScaleAdd(state_size(), T{1}, newer.state, T{1}, older.state);
+      });
+    }
+  }
+
+  // Phase 3 for one head: stores what belongs to the head, adds to dq and dk [tokens, K].
+  void RunSegment(const SegmentGrad<T>& work, const SegmentGrad<T>* next, T* dq, T* dk) {
+    Scratch scratch;
+    const Sequence& s = *work.sequence;
+    const int64_t K = call_.K, V = call_.V;
+    const DeltaRows rows(call_.inputs, s, work.head, call_.group(work.head));
+    const TokenRows d_o_rows = DOutRows(s, work.head);
+    DeltaChunk<T> c(scratch, K, V, call_.L);
+    DeltaChunkGrad<T> grad(scratch, c);
+    const int64_t ld_k = c.ld_k, ld_v = c.ld_v;
+    T* d_o = scratch.New<T>(kStateChunk * ld_v);
+    T* dn = scratch.New<T>(state_size());
+    T* transposed = scratch.New<T>(V * ld_k);
+    T* final_node = scratch.New<T>(state_size());
+    T* d_transition = nullptr;           // [K, K] P', ld_k
+    NodeStack<StateNode<T>> incoming_t;  // [V, K] transposes of the incoming nodes, ld_k
+    TilePool<T> pool(scratch, state_size());
+    NodeStack<StateNode<T>> d_local;
+    SegmentStates states;
+    RecomputeStates(work, rows, scratch, c, states);
+
+    if (next != nullptr) {
+      const int target = work.target(call_.top);
+      d_local.slots[target].state = pool.Take();
+      std::copy_n(next->d_incoming.slots[target].state, state_size(), d_local.slots[target].state);
+    }
+    if (work.has_incoming) {
+      d_transition = scratch.New<T>(K * ld_k);
+      std::fill_n(d_transition, K * ld_k, T{0});
+      work.incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
+        T* st = incoming_t.slots[slot].state = scratch.New<T>(V * ld_k);
+        Transpose(K, V, node.state, ld_v, st, ld_k);
+        if (next == nullptr) return;
+        MatMul<Op::kNone>(K, K, V, GradientAtEnd(work, *next, slot), ld_v, st, ld_k, d_transition,
+                          ld_k, Epilogue<T>{.beta = 1});
+      });
+    }
+
+    for (int64_t chunk = work.segment.end - 1; chunk >= work.segment.begin; --chunk) {
+      const int64_t i = chunk - work.segment.begin;
+      const bool carries = chunk + 1 != s.end_chunk();
+      const ChunkSpan span(s, chunk);
+      const NodeStack<StateNode<T>>& before = states.local[i];
+      LoadKeys(rows, span, c);
+      PrepareKeys(c);
+      if (span.has_queries()) {
+        LoadQueries(rows, span, call_.inputs.scale, c);
+        PrepareQueries(c);
+        LoadRows(d_o_rows, span.first, c.n, V, d_o, ld_v);
+      }
+      grad.Clear(c);
+      if (carries) {
+        PopPush(
+            chunk, call_.top, before, d_local,
+            [&](const StateNode<T>& node) { std::copy_n(node.state, state_size(), dn); },
+            [&](const StateNode<T>& from, StateNode<T>& to) {
+              to.state = pool.Take();
+              std::copy_n(from.state, state_size(), to.state);
+            },
+            [&](StateNode<T>& node) {
+              pool.Give(node.state);
+              node.state = nullptr;
+            });
+      } else {
+        before.ForEachLive([&](int slot, const StateNode<T>&) {
+          d_local.slots[slot].state = pool.Take();
+          std::fill_n(d_local.slots[slot].state, state_size(), T{0});
+        });
+      }
+      before.ForEachLive([&](int slot, const StateNode<T>& node) {
+        T* ds = d_local.slots[slot].state;
+        Transpose(K, V, node.state, ld_v, transposed, ld_k);
+        if (carries) CarryAdjoint(c, V, node.state, transposed, ds, ld_v, grad);
+        if (span.has_queries()) {
+          ReadAdjoint(c, ReadLevel(slot, call_.L), d_o, transposed, ds, grad);
+        }
+      });
+      if (work.has_incoming) {
+        TransitionAdjoint(c, carries, span.has_queries() ? d_o : nullptr, incoming_t,
+                          states.transition[i], d_transition, grad);
+      }
+      if (d_final_.given() && chunk == s.final_base() / kStateChunk) {
+        d_local.ForEachLive([&](int slot, const StateNode<T>& node) {
+          LoadFinalNode(work, slot, final_node);
+          ScaleAdd(state_size(), T{1}, node.state, T{1}, final_node);
+        });
+        incoming_t.ForEachLive([&](int slot, const StateNode<T>& node) {
+          LoadFinalNode(work, slot, final_node);
+          MatMul<Op::kNone>(K, K, V, final_node, ld_v, node.state, ld_k, d_transition, ld_k,
+                            Epilogue<T>{.beta = 1});
+        });
+      }
+      FinishChunk(c, carries ? dn : nullptr, span.has_queries() ? d_o : nullptr, grad);
+      StoreHead(work, span, c, grad);
+      const int64_t offset = i * kStateChunk * ld_k;
+      if (span.has_queries()) {
+        ScaleAdd(c.n * ld_k, T{1}, dq + offset, static_cast<T>(call_.inputs.scale), grad.q);
+      }
+      ScaleAdd(c.n * ld_k, T{1}, dk + offset, T{1}, grad.k);
+    }
+    if (work.segment.first && out_.initial_state.given()) {
+      d_local.ForEachLive(
+          [&](int slot, const StateNode<T>& node) { StoreInitialNode(work, slot, node.state); });
+      work.d_incoming.ForEachLive(
+          [&](int slot, const StateNode<T>& node) { StoreInitialNode(work, slot, node.state); });
+    }
+  }
+
+  // The chunk's share of P' and what P gives to the chunk's gradients. st: transposes of the
+  // incoming nodes; p [K, K]: P where the chunk begins; dp: P' at its end, becomes that at its
+  // start.
+  void TransitionAdjoint(const DeltaChunk<T>& c, bool carries, const T* d_o,
+                         const NodeStack<StateNode<T>>& st, const T* p, T* dp,
+                         DeltaChunkGrad<T>& grad) const {
+    Scratch scratch;
+    const int64_t K = call_.K, ld_k = c.ld_k;
+    T* pt = scratch.New<T>(K * ld_k);
+    Transpose(K, K, p, ld_k, pt, ld_k);
+    if (carries) CarryAdjoint(c, K, p, pt, dp, ld_k, grad);
+    if (d_o == nullptr) return;
+    T* read = scratch.New<T>(c.n * ld_k);    // Q~ P
+    T* d_read = scratch.New<T>(c.n * ld_k);  // its gradient
+    MatMul<Op::kNone>(c.n, K, K, c.q_read, ld_k, p, ld_k, read, ld_k);
+    std::fill_n(d_read, c.n * ld_k, T{0});
+    st.ForEachLive([&](int slot, const StateNode<T>& node) {
+      LevelAdjoint(c, ReadLevel(slot, call_.L), d_o, node.state, read, d_read, grad);
+    });
+    MatMul<Op::kNone>(c.n, K, K, d_read, ld_k, pt, ld_k, grad.q_read, ld_k, Epilogue<T>{.beta = 1});
+    MatMul<Op::kTranspose>(K, K, c.n, c.q_read, ld_k, d_read, ld_k, dp, ld_k,
+                           Epilogue<T>{.beta = 1});
+  }
+
+  void StoreHead(const SegmentGrad<T>& work, const ChunkSpan& span, const DeltaChunk<T>& c,
+                 DeltaChunkGrad<T>& grad) const {
+    Scratch scratch;
+    const Sequence& s = *work.sequence;
+    const int64_t n = c.n, first = span.first, head = work.head;
+    const StateGradView& initial = out_.initial_state;
+    AddFinalRing(d_final_.v, s, head, first, n, call_.V, grad.v, c.ld_v);
+    AddFinalRing(d_final_.g, s, head, first, n, 1, grad.g, 1);
+    AddFinalRing(d_final_.beta, s, head, first, n, 1, grad.beta, 1);
+    StoreRows(grad.v, c.ld_v, first, n, call_.V, TokenRows(out_.v, initial.v, s, head));
+    StoreScalars(grad.g, first, n, TokenRows(out_.g, initial.g, s, head));
+    StoreScalars(grad.beta, first, n, TokenRows(out_.beta, initial.beta, s, head));
+    const TokenRows lambda(out_.level_scales, TensorView(), s, head);
+    T* row = scratch.New<T>(PaddedColumns<T>(call_.L));
+    for (int64_t i = 0; i < n; ++i) {
+      for (int l = 0; l < call_.L; ++l) row[l] = grad.lambda[l * kStateChunk + i];
+      StoreRows(row, 0, first + i, 1, call_.L, lambda);
+    }
+  }
+
+  void StoreInitialNode(const SegmentGrad<T>& work, int slot, const T* state) const {
+    StoreNode(state, T{1}, call_.K, call_.V,
+              NodeData(out_.initial_state.nodes, work.sequence->index, work.head, slot));
+  }
+
+  // A sequence without tokens hands the gradients of its nodes through.
+  void PassThrough(const Sequence& s) const {
+    if (!d_final_.given() || !out_.initial_state.given()) return;
+    const int64_t bytes = call_.K * call_.V * sizeof(T);
+    for (int64_t head = 0; head < call_.H; ++head) {
+      for (int64_t b = 0; b < d_final_.nodes.size(2); ++b) {
+        if (!call_.Live(s.first_chunk(), static_cast<int>(b))) continue;
+        std::memcpy(NodeData(out_.initial_state.nodes, s.index, head, b),
+                    NodeData(d_final_.nodes, s.index, head, b), bytes);
+      }
+    }
+  }
+
+  const DeltaCall& call_;
+  const TensorView& d_o_;
+  const StateGradView& d_final_;
+  const Gradients& out_;
+};
+
+void RunBackward(const DeltaCall& call, const TensorView& d_o, const StateGradView& d_final,
+                 const Gradients& gradients) {
+  if (d_o.dtype == DType::kFloat64) {
+    BackwardPass<double>(call, d_o, d_final, gradients).Run();
+  } else {
+    BackwardPass<float>(call, d_o, d_final, gradients).Run();
+  }
+}
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace HWY_NAMESPACE
+}  // namespace fenwick::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fenwick::cpu {
+
+HWY_EXPORT(RunBackward);
+
+void GatedDeltaBackward(const Inputs& inputs, const TensorView& d_o,
+                        const StateGradView& d_final_state, const Gradients& gradients,
+                        const Context& context) {
+  const DeltaCall call(inputs, context);
+  HWY_DYNAMIC_DISPATCH(RunBackward)(call, d_o, d_final_state, gradients);
+}
+
+}  // namespace fenwick::cpu
+#endif

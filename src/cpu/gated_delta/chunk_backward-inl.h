@@ -1,0 +1,283 @@
+// The derivative of one chunk of the gated delta rule; names and equations are those of
+// chunk-inl.h. x' is the gradient of x.
+//
+// For each carried state, with its gradient S' at the chunk's end (CarryAdjoint, ReadAdjoint):
+//
+//   (-W)' += (K~ S') S^T    K~' += (-W S) S'^T    total' += <S', S>
+//   Q~'   += diag(lambda_l) dO S^T                lambda_l' = rowsum(Q~ * dO S^T)
+//   S' at its start = total S' + (-W)^T K~ S' + Q~^T diag(lambda_l) dO
+//
+// Then, once for a chunk (FinishChunk), with N' the gradient of the new state K~^T U:
+//
+//   K~' += U N'^T    U' = K~ N'    (-W)' += B^T Q~'    P = (B T) * Lambda,  P' = dO V^T
+//   B' = lower((P' * Lambda) T^T + Q~' (-W)^T)
+//   T' = lower(B^T (P' * Lambda) + (-W)' (-diag(gamma) K)^T + U' V^T)
+//   A' = -strictly lower(X^T T' T^T)              (from T = (I + A)^-1 diag(beta))
+//   V' = P^T dO + T^T U'                          beta' = colsum(T' * X) + rowsum(A' * K K^T * G)
+//
+// and K', Q' from A, B, W, K~ and Q~ by the product rule. A decay exp(g[j+1] + ... + g[i]) with
+// gradient G' adds E(i,j) = G' G to g'[t] for all j < t <= i, j = -1 being the chunk's start: g' is
+// a sum of such rectangles and never the difference of two sums, so no error grows with T.
+
+#include <algorithm>
+#include <cstdint>
+
+#if defined(FENWICK_CPU_GATED_DELTA_CHUNK_BACKWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FENWICK_CPU_GATED_DELTA_CHUNK_BACKWARD_INL_H_
+#undef FENWICK_CPU_GATED_DELTA_CHUNK_BACKWARD_INL_H_
+#else
+#define FENWICK_CPU_GATED_DELTA_CHUNK_BACKWARD_INL_H_
+#endif
+
+#include "cpu/gated_delta/chunk-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fenwick::cpu {
+namespace HWY_NAMESPACE {
+
+// Gradients of one chunk. Tiles as those of DeltaChunk that they belong to.
+template <typename T>
+struct DeltaChunkGrad {
+  T* q_read;  // [64, K]
+  T* wu;      // [64, kp + V] of -W | U
+  T* k_end;   // [64, K]
+  double total;
+
+  T* q;       // [64, K], of q times the scale
+  T* k;       // [64, K]
+  T* v;       // [64, V], ld_v
+  T* g;       // [64]
+  T* beta;    // [64]
+  T* lambda;  // [L, 64]
+
+  DeltaChunkGrad(Scratch& scratch, const DeltaChunk<T>& c) {
+    constexpr int64_t C = kStateChunk;
+    for (T** tile : {&q_read, &k_end, &q, &k}) *tile = scratch.New<T>(C * c.ld_k);
+    wu = scratch.New<T>(C * c.ld_kv);
+    v = scratch.New<T>(C * c.ld_v);
+    for (T** row : {&g, &beta}) *row = scratch.New<T>(C);
+    lambda = scratch.New<T>(c.L * C);
+  }
+
+  // Before the adjoints of a chunk's states.
+  void Clear(const DeltaChunk<T>& c) {
+    std::fill_n(q_read, c.n * c.ld_k, T{0});
+    std::fill_n(k_end, c.n * c.ld_k, T{0});
+    std::fill_n(wu, c.n * c.ld_kv, T{0});
+    std::fill_n(lambda, c.L * kStateChunk, T{0});
+    total = 0;
+  }
+};
+
+// A state s [K, columns] with its transpose st [columns, K] (ld_k) is carried to the chunk's end:
+// ds, the gradient there, becomes the one at the chunk's start.
+template <typename T>
+void CarryAdjoint(const DeltaChunk<T>& c, int64_t columns, const T* s, const T* st, T* ds,
+                  int64_t ld, DeltaChunkGrad<T>& grad) {
+  Scratch scratch;
+  T* ws = scratch.New<T>(c.n * ld);
+  T* kds = scratch.New<T>(c.n * ld);
+  T* dst = scratch.New<T>(columns * c.ld_k);
+  Transpose(c.K, columns, ds, ld, dst, c.ld_k);
+  MatMul<Op::kNone>(c.n, columns, c.K, c.minus_w(), c.ld_kv, s, ld, ws, ld);
+  MatMul<Op::kNone>(c.n, columns, c.K, c.k_end, c.ld_k, ds, ld, kds, ld);
+  MatMul<Op::kNone>(c.n, c.K, columns, kds, ld, st, c.ld_k, grad.wu, c.ld_kv,
+                    Epilogue<T>{.beta = 1});
+  MatMul<Op::kNone>(c.n, c.K, columns, ws, ld, dst, c.ld_k, grad.k_end, c.ld_k,
+                    Epilogue<T>{.beta = 1});
+  grad.total += Dot(c.K, columns, ds, ld, s, ld);
+  MatMul<Op::kTranspose>(c.K, columns, c.n, c.minus_w(), c.ld_kv, kds, ld, ds, ld,
+                         Epilogue<T>{.beta = c.total});
+}
+
+// Outputs o += diag(lambda) R S for a reader R [64, K] and a state with transpose st [V, K] (ld_k):
+// adds to lambda' and to dr, the gradient of R.
+template <typename T>
+void LevelAdjoint(const DeltaChunk<T>& c, int level, const T* d_o, const T* st, const T* r, T* dr,
+                  DeltaChunkGrad<T>& grad) {
+  Scratch scratch;
+  const T* lambda = c.level(level);
+  T* d_lambda = grad.lambda + std::min(level, c.L - 1) * kStateChunk;
+  T* z = scratch.New<T>(c.n * c.ld_k);  // dO S^T
+  MatMul<Op::kNone>(c.n, c.K, c.V, d_o, c.ld_v, st, c.ld_k, z, c.ld_k);
+  for (int64_t i = 0; i < c.n; ++i) {
+    d_lambda[i] += static_cast<T>(Dot(1, c.K, r + i * c.ld_k, c.ld_k, z + i * c.ld_k, c.ld_k));
+    ScaleAdd(c.kp, T{1}, dr + i * c.ld_k, lambda[i], z + i * c.ld_k);
+  }
+}
+
+// The chunk reads a local state through `level`: also adds to its gradient ds [K, V].
+template <typename T>
+void ReadAdjoint(const DeltaChunk<T>& c, int level, const T* d_o, const T* st, T* ds,
+                 DeltaChunkGrad<T>& grad) {
+  Scratch scratch;
+  T* weighted = scratch.New<T>(c.n * c.ld_v);
+  LevelAdjoint(c, level, d_o, st, c.q_read, grad.q_read, grad);
+  ScaleRows(c.n, PaddedColumns<T>(c.V), c.level(level), d_o, c.ld_v, weighted, c.ld_v);
+  MatMul<Op::kTranspose>(c.K, c.V, c.n, c.q_read, c.ld_k, weighted, c.ld_v, ds, c.ld_v,
+                         Epilogue<T>{.beta = 1});
+}
+
+// lambda' of the levels inside the chunk: row sums of P' * (B T) over each bucket.
+template <typename T>
+void LevelsAdjoint(const DeltaChunk<T>& c, const T* dp, DeltaChunkGrad<T>& grad) {
+  for (int64_t t = 0; t < c.n; ++t) {
+    const T* a = dp + t * c.ld_c;
+    const T* b = c.d + t * c.ld_c;
+    const auto add = [&](int level, T value) {
+      grad.lambda[std::min(level, c.L - 1) * kStateChunk + t] += value;
+    };
+    ForEachBucket(t, [&](int level, int64_t begin, int64_t end) {
+      add(level, static_cast<T>(Dot(1, end - begin, a + begin, c.ld_c, b + begin, c.ld_c)));
+    });
+    add(0, a[t] * b[t]);
+  }
+}
+
+// g' from E (lower triangle of e, and e_start for j = -1).
+template <typename T>
+void GateAdjoint(int64_t n, const T* e, const T* e_start, T* dg) {
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  HWY_ALIGN T below[kStateChunk] = {};  // sum of rows t.. of E
+  T below_start = 0;
+  for (int64_t t = n - 1; t >= 0; --t) {
+    below_start += e_start[t];
+    auto sum = hn::Zero(d);
+    for (int64_t j = 0; j <= t; j += lanes) {
+      const auto row = hn::IfThenElseZero(hn::FirstN(d, static_cast<size_t>(t + 1 - j)),
+                                          hn::LoadU(d, e + t * DeltaChunk<T>::ld_c + j));
+      const auto total = hn::Add(hn::LoadU(d, below + j), row);
+      hn::StoreU(total, d, below + j);
+      sum = hn::Add(sum, hn::IfThenElseZero(hn::FirstN(d, static_cast<size_t>(t - j)), total));
+    }
+    dg[t] = below_start + hn::GetLane(hn::SumOfLanes(d, sum));
+  }
+}
+
+// From X^T T' T^T (in `da`) and B': A' stays in the registers, `da` becomes the gradient of K K^T
+// (strictly lower), `db` that of Q K^T, `e` becomes E, and beta' gets its second term.
+template <typename T>
+void ScoresAdjoint(const DeltaChunk<T>& c, bool queries, T* da, T* db, T* e,
+                   DeltaChunkGrad<T>& grad) {
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t i = 0; i < c.n; ++i) {
+    auto d_beta = hn::Zero(d);
+    const auto beta = hn::Set(d, c.beta[i]);
+    for (int64_t j = 0; j < kStateChunk; j += lanes) {
+      const int64_t at = i * c.ld_c + j;
+      const auto below = hn::FirstN(d, static_cast<size_t>(std::max<int64_t>(i - j, 0)));
+      const auto decay = hn::LoadU(d, c.decay + at);
+      const auto a = hn::IfThenElseZero(below, hn::Neg(hn::LoadU(d, da + at)));
+      const auto kk = hn::IfThenElseZero(below, hn::LoadU(d, c.kk + at));
+      const auto a_decay = hn::Mul(a, decay);
+      d_beta = hn::MulAdd(a_decay, kk, d_beta);
+      auto flow = hn::Mul(a, hn::LoadU(d, c.a + at));
+      hn::StoreU(hn::Mul(a_decay, beta), d, da + at);
+      if (queries) {
+        const auto diagonal = hn::FirstN(d, static_cast<size_t>(std::max<int64_t>(i + 1 - j, 0)));
+        const auto b = hn::IfThenElseZero(diagonal, hn::LoadU(d, db + at));
+        flow = hn::MulAdd(b, hn::LoadU(d, c.b + at), flow);
+        hn::StoreU(hn::Mul(b, decay), d, db + at);
+      }
+      hn::StoreU(flow, d, e + at);
+    }
+    grad.beta[i] += hn::GetLane(hn::SumOfLanes(d, d_beta));
+  }
+}
+
+// Zeroes `m` above the diagonal.
+template <typename T>
+void MaskLower(int64_t n, T* m) {
+  for (int64_t i = 0; i < n; ++i) {
+    std::fill(m + i * DeltaChunk<T>::ld_c + i + 1, m + i * DeltaChunk<T>::ld_c + kStateChunk, T{0});
+  }
+}
+
+// The rest of a chunk, after the adjoints of its states. dn [K, V]: gradient of the new state, null
+// for none; d_o [64, V] (ld_v): null where the chunk has no queries.
+template <typename T>
+void FinishChunk(const DeltaChunk<T>& c, const T* dn, const T* d_o, DeltaChunkGrad<T>& grad) {
+  Scratch scratch;
+  constexpr int64_t ld_c = DeltaChunk<T>::ld_c;
+  const int64_t n = c.n, K = c.K, V = c.V;
+  const auto square = [&] { return scratch.New<T>(kStateChunk * ld_c); };
+  T *dp = square(), *dd = square(), *db = square(), *dt = square(), *tt = square(), *e = square();
+  T* y = square();
+  T* vt = scratch.New<T>(V * ld_c);
+  T* wt = scratch.New<T>(K * ld_c);
+  T* din = scratch.New<T>(kStateChunk * c.ld_kv);
+  T* du = grad.wu + c.kp;
+  HWY_ALIGN T e_start[kStateChunk];
+  const auto row_dot = [&](const T* a, int64_t lda, const T* b, int64_t ldb, int64_t i) {
+    return static_cast<T>(Dot(1, K, a + i * lda, lda, b + i * ldb, ldb));
+  };
+
+  if (dn != nullptr) {
+    T* dnt = scratch.New<T>(V * c.ld_k);
+    Transpose(K, V, dn, c.ld_v, dnt, c.ld_k);
+    MatMul<Op::kNone>(n, K, V, c.u(), c.ld_kv, dnt, c.ld_k, grad.k_end, c.ld_k,
+                      Epilogue<T>{.beta = 1});
+    MatMul<Op::kNone>(n, V, K, c.k_end, c.ld_k, dn, c.ld_v, du, c.ld_kv);
+  }
+  Transpose(n, V, c.v(), c.ld_kv, vt, ld_c);
+  Transpose(n, n, c.t, ld_c, tt, ld_c);
+  if (d_o != nullptr) {
+    for (int64_t i = 0; i < n; ++i) e_start[i] = row_dot(c.q, c.ld_k, grad.q_read, c.ld_k, i);
+    ScaleRows(n, c.kp, c.gamma, grad.q_read, c.ld_k, grad.q, c.ld_k);
+    MatMulLowerTransposed(n, K, c.b, ld_c, grad.q_read, c.ld_k, grad.wu, c.ld_kv, T{1});
+    MatMulToLower(n, V, d_o, c.ld_v, vt, ld_c, dp, ld_c);
+    LevelsAdjoint(c, dp, grad);
+    MultiplyLevels(c, dp, dd);
+    MatMulLowerTransposed(n, V, c.p, ld_c, d_o, c.ld_v, grad.v, c.ld_v, T{0});
+    MatMulToLower(n, n, dd, ld_c, tt, ld_c, db, ld_c);
+    Transpose(n, K, c.minus_w(), c.ld_kv, wt, ld_c);
+    MatMulToLower(n, K, grad.q_read, c.ld_k, wt, ld_c, db, ld_c, T{1});
+    MatMulLowerTransposed(n, n, c.b, ld_c, dd, ld_c, dt, ld_c, T{0});
+  } else {
+    std::fill_n(e_start, n, T{0});
+    std::fill_n(grad.v, n * c.ld_v, T{0});
+    std::fill_n(dt, n * ld_c, T{0});
+  }
+  Transpose(n, K, c.in, c.ld_kv, wt, ld_c);
+  MatMulToLower(n, K, grad.wu, c.ld_kv, wt, ld_c, dt, ld_c, T{1});
+  MatMulToLower(n, V, du, c.ld_kv, vt, ld_c, dt, ld_c, T{1});
+  MaskLower(n, dt);
+
+  MatMulLowerTransposed(n, c.kp + V, c.t, ld_c, grad.wu, c.ld_kv, din, c.ld_kv, T{0});
+  std::fill_n(grad.beta, kStateChunk, T{0});
+  for (int64_t i = 0; i < n; ++i) {
+    e_start[i] = c.gamma[i] * (e_start[i] - row_dot(c.k, c.ld_k, din, c.ld_kv, i));
+    for (int64_t j = 0; j < V; ++j) grad.v[i * c.ld_v + j] += din[i * c.ld_kv + c.kp + j];
+    for (int64_t j = 0; j < K; ++j) {
+      grad.k[i * c.ld_k + j] =
+          c.kappa[i] * grad.k_end[i * c.ld_k + j] - c.gamma[i] * din[i * c.ld_kv + j];
+    }
+    for (int64_t j = 0; j <= i; ++j) grad.beta[j] += dt[i * ld_c + j] * c.x[i * ld_c + j];
+  }
+  e_start[n - 1] += static_cast<T>(c.total * grad.total);
+
+  MatMulLower(n, n, dt, ld_c, tt, ld_c, y, ld_c, T{0});
+  T* da = dp;
+  MatMulLowerTransposed(n, n, c.x, ld_c, y, ld_c, da, ld_c, T{0});
+  ScoresAdjoint(c, d_o != nullptr, da, db, e, grad);
+  for (int64_t j = 0; j < n; ++j) {
+    e[(n - 1) * ld_c + j] += c.kappa[j] * row_dot(c.k, c.ld_k, grad.k_end, c.ld_k, j);
+  }
+  GateAdjoint(n, e, e_start, grad.g);
+
+  MatMulLower(n, K, da, ld_c, c.k, c.ld_k, grad.k, c.ld_k, T{1});
+  MatMulLowerTransposed(n, K, da, ld_c, c.k, c.ld_k, grad.k, c.ld_k, T{1});
+  if (d_o != nullptr) {
+    MatMulLower(n, K, db, ld_c, c.k, c.ld_k, grad.q, c.ld_k, T{1});
+    MatMulLowerTransposed(n, K, db, ld_c, c.q, c.ld_k, grad.k, c.ld_k, T{1});
+  }
+}
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace HWY_NAMESPACE
+}  // namespace fenwick::cpu
+HWY_AFTER_NAMESPACE();
+
+#endif  // FENWICK_CPU_GATED_DELTA_CHUNK_BACKWARD_INL_H_
