@@ -25,8 +25,11 @@ void ForwardCpu(const Inputs& inputs, const TensorView& o, const StateView& fina
 
 void BackwardCpu(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
                  const Gradients& gradients, const Context& context) {
-  if (inputs.transition != Transition::kGatedDelta) NoKernel();
-  cpu::GatedDeltaBackward(inputs, d_o, d_final_state, gradients, context);
+  if (inputs.transition == Transition::kGatedDelta) {
+    cpu::GatedDeltaBackward(inputs, d_o, d_final_state, gradients, context);
+  } else {
+    cpu::ScalarGateBackward(inputs, d_o, d_final_state, gradients, context);
+  }
 }
 
 void StepCpu(const Inputs& inputs, const TensorView& o, const Context& context) { NoKernel(); }

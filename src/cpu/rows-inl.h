@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/scratch.h"
 #include "cpu/sequence.h"
 #include "cpu/tile_layout.h"
 
@@ -140,6 +141,18 @@ void StoreRows(const T* in, int64_t ld, int64_t first, int64_t count, int64_t co
   for (int64_t i = 0; i < count; ++i) {
     if (!rows.given(first + i)) continue;
     StoreRow(rows.dtype(), in + i * ld, columns, rows.Row(first + i));
+  }
+}
+
+// Adds rows of [count, columns] to a tile.
+template <typename T>
+void AddRows(const TokenRows& rows, int64_t first, int64_t count, int64_t columns, T* out,
+             int64_t ld) {
+  Scratch scratch;
+  T* row = scratch.New<T>(PaddedColumns<T>(columns));
+  for (int64_t i = 0; i < count; ++i) {
+    LoadRow(rows.dtype(), rows.Row(first + i), columns, row);
+    for (int64_t j = 0; j < columns; ++j) out[i * ld + j] += row[j];
   }
 }
 

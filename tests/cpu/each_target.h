@@ -5,6 +5,7 @@
 
 #include <functional>
 
+#include "cpu/highway_targets.h"
 #include "hwy/targets.h"
 
 namespace fenwick::cpu {

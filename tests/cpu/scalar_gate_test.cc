@@ -113,5 +113,19 @@ TEST(ScalarGate, ForwardAgreesWithTheReference) {
   }
 }
 
+TEST(ScalarGate, BackwardAgreesWithTheReference) {
+  for (const ProblemSpec& spec : Specs()) {
+    const auto problem = support::RandomProblem(spec, NextSeed());
+    SCOPED_TRACE(support::Describe(problem.spec));
+    const auto expected =
+        reference::Backward(problem.arguments, problem.d_o, problem.d_final_state);
+    cpu::ForEachTarget([&](const char*) {
+      const auto gradients = support::RunBackward(problem.arguments, problem.d_o,
+                                                  problem.d_final_state, problem.spec.options);
+      ExpectClose(support::Compare(problem, gradients, expected));
+    });
+  }
+}
+
 }  // namespace
 }  // namespace fenwick

@@ -53,7 +53,7 @@ void CheckMatMul(int64_t m, int64_t n, int64_t depth, std::mt19937& rng) {
       }
       const double expected = 0.5 * old.at(i, j) + scale.at(0, i) * sum;
       error += std::pow(c.at(i, j) - expected, 2);
-      norm += std::pow(expected, 2);
+      norm += std::pow(0.5 * old.at(i, j), 2) + std::pow(scale.at(0, i) * sum, 2);
     }
   }
   EXPECT_LE(std::sqrt(error / norm), sizeof(T) == 4 ? 1e-6 : 1e-14);

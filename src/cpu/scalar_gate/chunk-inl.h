@@ -141,16 +141,23 @@ void ChunkWeights(int64_t n, const Gate<T>& gate, const T* HWY_RESTRICT qk, cons
   }
 }
 
+// How a K x V state lies in its tile: forward reads it as Q S, backward as dO S^T.
+enum class StateLayout { kKeyByValue, kValueByKey };
+
 // state = N (see above); `scratch` [n, V] is overwritten.
 template <typename T>
-void ChunkNode(int64_t n, int64_t key_size, int64_t value_size, const Gate<T>& gate, const T* k,
-               const T* v, T* scratch, T* state) {
+void ChunkNode(StateLayout layout, int64_t n, int64_t key_size, int64_t value_size,
+               const Gate<T>& gate, const T* k, const T* v, T* scratch, T* state) {
   alignas(64) T to_end[kStateChunk];
   gate.ToEnd(n, to_end);
+  const int64_t ld_k = TileLd<T>(key_size);
   const int64_t ld_v = TileLd<T>(value_size);
   ScaleRows(n, value_size, to_end, v, ld_v, scratch, ld_v);
-  MatMul<Op::kTranspose>(key_size, value_size, n, k, TileLd<T>(key_size), scratch, ld_v, state,
-                         ld_v);
+  if (layout == StateLayout::kKeyByValue) {
+    MatMul<Op::kTranspose>(key_size, value_size, n, k, ld_k, scratch, ld_v, state, ld_v);
+  } else {
+    MatMul<Op::kTranspose>(value_size, key_size, n, scratch, ld_v, k, ld_k, state, ld_k);
+  }
 }
 
 // into = into + exp(into.total) older.

@@ -63,7 +63,6 @@ struct ForwardPass {
     TilePool<T> pool(scratch, call.tile_size);
     std::vector<Stack> stacks(call.starts.begin() + segment_index * call.heads + range.begin,
                               call.starts.begin() + segment_index * call.heads + range.end);
-    const TokenRows queries = call.Queries(sequence, range.group);
     const TokenRows keys = call.Keys(sequence, range.group);
 
     for (int64_t block = segment.begin; block < segment.end; block += kChunksAtOnce) {
@@ -74,11 +73,7 @@ struct ForwardPass {
         const int64_t n = std::min<int64_t>(kStateChunk, sequence.end - first);
         LoadRows(keys, first, n, call.key_size, tiles.k, ld_k);
         if (first + n <= sequence.begin) continue;
-        LoadRows(queries, first, n, call.key_size, tiles.q, ld_k);
-        if (call.inputs.scale != 1.0) {
-          const std::vector<T> scale(n, static_cast<T>(call.inputs.scale));
-          ScaleRows(n, call.key_size, scale.data(), tiles.q, ld_k, tiles.q, ld_k);
-        }
+        call.LoadQueries(sequence, range.group, first, n, tiles.q);
         Transpose(n, call.key_size, tiles.k, ld_k, k_transposed, TileLd<T>(kStateChunk));
         MatMulToLower(n, call.key_size, tiles.q, ld_k, k_transposed, TileLd<T>(kStateChunk),
                       tiles.qk, TileLd<T>(kStateChunk));
@@ -151,7 +146,7 @@ struct ForwardPass {
 template <typename T>
 void Forward(const Inputs& inputs, const TensorView& o, const StateView& final_state,
              int num_threads) {
-  ScalarGateCall<T> call(inputs);
+  ScalarGateCall<T> call(inputs, StateLayout::kKeyByValue);
   const int64_t tasks_wanted = num_threads > 1 ? kTasksPerThread * num_threads : 1;
   const int64_t heads_in_all = std::max<int64_t>(1, call.heads * call.sequences.size());
   const int64_t max_segments =

@@ -49,18 +49,21 @@ struct ScalarGateCall {
   using Node = ScalarNode<T>;
   using Stack = NodeStack<Node>;
 
-  explicit ScalarGateCall(const Inputs& in)
+  ScalarGateCall(const Inputs& in, StateLayout state_layout)
       : inputs(in),
+        layout(state_layout),
         groups(in.q.size(2)),
         heads(in.v.size(2)),
         key_size(in.q.size(3)),
         value_size(in.v.size(3)),
-        tile_size(TileSize<T>(key_size, value_size)),
+        tile_size(layout == StateLayout::kKeyByValue ? TileSize<T>(key_size, value_size)
+                                                     : TileSize<T>(value_size, key_size)),
         num_levels(static_cast<int>(in.level_scales.size(3))),
         top(WalkTop(in.level_policy == LevelPolicy::kSaturate, num_levels)),
         sequences(MakeSequences(in)) {}
 
   const Inputs& inputs;
+  const StateLayout layout;
   const int64_t groups, heads, key_size, value_size;  // G, H, K, V
   const int64_t tile_size;                            // of a state
   const int num_levels, top;
@@ -98,6 +101,34 @@ struct ScalarGateCall {
     }
   }
 
+  // One matrix of a StateView's nodes (or of their gradient) into a tile.
+  void LoadState(const std::byte* node, T* tile) const {
+    if (layout == StateLayout::kKeyByValue) {
+      LoadNode(node, key_size, value_size, tile);
+    } else {
+      Transpose(key_size, value_size, reinterpret_cast<const T*>(node), value_size, tile,
+                TileLd<T>(key_size));
+    }
+  }
+
+  void StoreState(const T* tile, std::byte* node) const {
+    if (layout == StateLayout::kKeyByValue) {
+      StoreNode(tile, T{1}, key_size, value_size, node);
+    } else {
+      Transpose(value_size, key_size, tile, TileLd<T>(key_size), reinterpret_cast<T*>(node),
+                value_size);
+    }
+  }
+
+  // Scaled queries of positions [first, first + n) into a tile [n, K].
+  void LoadQueries(const Sequence& s, int64_t group, int64_t first, int64_t n, T* q) const {
+    LoadRows(Queries(s, group), first, n, key_size, q, TileLd<T>(key_size));
+    if (inputs.scale == 1.0) return;
+    T scale[kStateChunk];
+    std::fill_n(scale, kStateChunk, static_cast<T>(inputs.scale));
+    ScaleRows(n, key_size, scale, q, TileLd<T>(key_size), q, TileLd<T>(key_size));
+  }
+
   // Copies the initial state's nodes into tiles.
   void LoadInitialNodes(int num_threads) {
     const TensorView& nodes = inputs.initial_state.nodes;
@@ -113,8 +144,8 @@ struct ScalarGateCall {
       const Sequence& s = sequences[i / heads];
       for (int b = 0; b < initial_slots; ++b) {
         if (!SlotIsLive(s.first_chunk(), b, top)) continue;
-        LoadNode(NodeData(nodes, s.index, i % heads, b), key_size, value_size,
-                 initial_nodes.get() + (i * initial_slots + b) * tile_size);
+        LoadState(NodeData(nodes, s.index, i % heads, b),
+                  initial_nodes.get() + (i * initial_slots + b) * tile_size);
       }
     });
   }
@@ -174,7 +205,7 @@ struct ScalarGateCall {
   int PushChunk(int64_t chunk, const Gate<T>& gate, int64_t n, const T* k, const T* v, T* scaled,
                 TilePool<T>& pool, Stack& stack) const {
     const Node node{.state = pool.Take(), .total = gate.total, .owned = true};
-    ChunkNode(n, key_size, value_size, gate, k, v, scaled, node.state);
+    ChunkNode(layout, n, key_size, value_size, gate, k, v, scaled, node.state);
     return stack.Push(chunk, top, node, [&](Node& into, Node& older) {
       MergeNode(tile_size, into, older);
       if (older.owned) pool.Give(older.state);
