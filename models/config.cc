@@ -200,6 +200,7 @@ void ModelConfig::Validate() const {
       Reject("num_levels", "1 to 62", std::to_string(num_levels));
     }
   }
+  if (conv_init < 0) Reject("conv_init", "at least 0", std::to_string(conv_init));
   if (A_init_range[0] < 0 || A_init_range[1] < A_init_range[0] || !(A_init_range[1] > 0)) {
     Reject("A_init_range", "0 <= first <= second",
            std::to_string(A_init_range[0]) + ", " + std::to_string(A_init_range[1]));
@@ -241,6 +242,7 @@ ModelConfig ConfigFromJson(const json& object) {
   Read(object, {"num_levels"}, config.num_levels);
   Read(object, {"saturate"}, config.saturate);
   Read(object, {"initializer_range"}, config.initializer_range);
+  Read(object, {"conv_init"}, config.conv_init);
   Read(object, {"rescale_prenorm_residual"}, config.rescale_prenorm_residual);
   Read(object, {"dt_min", "time_step_min"}, config.dt_min);
   Read(object, {"dt_max", "time_step_max"}, config.dt_max);
@@ -277,6 +279,7 @@ json ConfigToJson(const ModelConfig& config) {
     return object;
   }
   object["head_dim"] = config.head_dim;
+  if (config.conv_init > 0) object["conv_init"] = config.conv_init;
   object["A_init_range"] = config.A_init_range;
   object["dt_min"] = config.dt_min;
   object["dt_max"] = config.dt_max;

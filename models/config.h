@@ -67,7 +67,8 @@ struct ModelConfig {
   bool saturate = false;
 
   // Initialisation.
-  double initializer_range = 0.02;
+  double initializer_range = 0.02;                 // standard deviation: projections, embedding
+  double conv_init = 0;                            // uniform in +-conv_init; 0: 1/sqrt(width)
   bool rescale_prenorm_residual = false;           // out_proj, down_proj by 1/sqrt(2 layers)
   std::array<double, 2> A_init_range = {1.0, 16};  // A is uniform here, A_log its logarithm
   double dt_min = 0.001;                           // dt is log-uniform in [dt_min, dt_max],

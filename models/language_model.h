@@ -9,25 +9,20 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <filesystem>
-#include <map>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "models/block.h"
 #include "models/config.h"
 #include "models/state.h"
 
 namespace fenwick::models {
 
-class BlockImpl;
-
 class LanguageModelImpl : public torch::nn::Module {
  public:
   // Initialised as the peers do it, from torch's generator (torch::manual_seed).
   explicit LanguageModelImpl(const ModelConfig& config);
-  ~LanguageModelImpl() override;
 
   // Logits [B, T, vocab_size] of input_ids [B, T] int64; every sequence starts empty.
   // cu_seqlens: N + 1 offsets into T of N packed sequences; needs B = 1.
@@ -62,30 +57,19 @@ class LanguageModelImpl : public torch::nn::Module {
   std::int64_t num_parameters() const;
 
  private:
+  // Hidden states; appends to `state` where it is given.
+  torch::Tensor Run(const torch::Tensor& input_ids, const std::optional<torch::Tensor>& cu_seqlens,
+                    ModelState* state, bool step);
+
   ModelConfig config_;
   torch::nn::Embedding embeddings_{nullptr};
-  std::vector<std::shared_ptr<BlockImpl>> blocks_;
-  std::shared_ptr<torch::nn::Module> norm_;
+  std::vector<Block> blocks_;
+  RmsNorm norm_{nullptr};
   torch::nn::Linear lm_head_{nullptr};  // null where tied
 };
 TORCH_MODULE(LanguageModel);
 
-// Weights by name in a safetensors file. Load throws Error that names the first tensor which is
-// missing, unknown or of another shape, and then changes nothing; Save writes to a temporary name
-// and renames.
-void SaveWeights(const torch::nn::Module& module, const std::filesystem::path& path);
-void LoadWeights(torch::nn::Module& module, const std::filesystem::path& path);
-void LoadWeights(torch::nn::Module& module, const std::map<std::string, torch::Tensor>& weights);
-
-// A folder with config.json and model.safetensors, as the peers lay it out.
-void SaveModel(const LanguageModel& model, const std::filesystem::path& folder);
-LanguageModel LoadModel(const std::filesystem::path& folder);
-
 // True for what takes no weight decay: A_log, D, dt_bias, L, norms, biases.
 bool SkipsWeightDecay(const std::string& name, const torch::Tensor& parameter);
-
-// Two groups, with and without weight decay, for torch::optim::AdamW.
-std::vector<torch::optim::OptimizerParamGroup> ParameterGroups(
-    const torch::nn::Module& module, const torch::optim::AdamWOptions& options);
 
 }  // namespace fenwick::models

@@ -9,40 +9,29 @@
 #include <vector>
 
 #include "models/config.h"
+#include "torch/ops_autograd.h"
 
 namespace fenwick::models {
 
-// The last inputs of a causal convolution of width W, oldest first: [N, D, rollback + W - 1].
-struct ConvState {
-  torch::Tensor history;
-};
-
-// Layout of include/fenwick/state.h. Undefined tensors where the mixer is not log-linear.
-struct FenwickState {
-  torch::Tensor k;         // [N, kStateRing, G, K]
-  torch::Tensor v;         // [N, kStateRing, H, V]
-  torch::Tensor g;         // [N, kStateRing, H] float32
-  torch::Tensor beta;      // [N, kStateRing, H]; delta rule only
-  torch::Tensor nodes;     // [N, H, S, K, V] float32
-  torch::Tensor position;  // [N] int64
-  torch::Tensor base;      // [N] int64
-  bool given() const { return position.defined(); }
-};
-
 // One layer. What a mixer does not use stays empty.
 struct LayerState {
-  std::vector<ConvState> conv;
-  FenwickState fenwick;
-  torch::Tensor recurrent;  // [N, H, K, V] float32: a linear parent's state
-  torch::Tensor keys;       // [N, capacity, G, K]: attention, rotated
-  torch::Tensor values;     // [N, capacity, G, V]
+  // For each convolution (width W) its last inputs, oldest first: [N, D, rollback + W - 1].
+  std::vector<torch::Tensor> conv;
+  fenwick_torch::State fenwick;  // log-linear
+  torch::Tensor recurrent;       // [N, H, K, V] float32: a linear parent's state
+  torch::Tensor keys;            // [N, capacity, G, K]: attention, rotated
+  torch::Tensor values;          // [N, capacity, G, V]
 };
 
+// Moves, and copies only by Clone: decoding writes into the tensors.
 class ModelState {
  public:
-  // Empty states of `sequences` sequences; made by LanguageModel::NewState.
+  // Empty states of `sequences` sequences, one entry of `layers` for each layer. Made by
+  // LanguageModel::NewState.
   ModelState(const ModelConfig& config, std::int64_t sequences, std::int64_t rollback,
-             torch::TensorOptions options);
+             std::vector<LayerState> layers);
+  ModelState(ModelState&&) = default;
+  ModelState& operator=(ModelState&&) = default;
 
   std::int64_t num_sequences() const { return static_cast<std::int64_t>(positions_.size()); }
   std::int64_t position(std::int64_t sequence) const { return positions_.at(sequence); }
@@ -60,20 +49,25 @@ class ModelState {
   // and changes nothing.
   void Truncate(const std::vector<std::int64_t>& tokens);
 
-  // Used by the modules.
-  std::vector<LayerState>& layers() { return layers_; }
+  // Used by LanguageModel and the mixers.
   const std::vector<std::int64_t>& positions() const { return positions_; }
-  // Makes room for tokens[n] more tokens of sequence n.
+  LayerState& layer(std::int64_t index) { return layers_.at(index); }
+  // Makes room in caches of keys and values for tokens[n] more tokens of sequence n; the Fenwick
+  // operators grow their states themselves.
   void Reserve(const std::vector<std::int64_t>& tokens);
   // Counts tokens[n] more tokens of sequence n, after every layer has appended them.
   void Advance(const std::vector<std::int64_t>& tokens);
 
  private:
+  ModelState(const ModelState&) = default;
+  // A state whose tensors are f(tensor).
+  template <typename F>
+  ModelState Map(F&& f) const;
+
   ModelConfig config_;
   std::int64_t rollback_;
   std::vector<LayerState> layers_;
   std::vector<std::int64_t> positions_;  // tokens seen
-  std::vector<std::int64_t> bases_;      // tokens folded into Fenwick nodes: NextBase
   std::vector<std::int64_t> removable_;  // tokens that Truncate may still remove
 };
 
