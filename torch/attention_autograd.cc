@@ -28,7 +28,7 @@ void AddAll(Call& call, const Tensors& tensors) {
 
 void AddOptions(Call& call, const std::optional<at::Tensor>& cu_seqlens, double scale,
                 bool saturate) {
-  call.AddOptional(cu_seqlens.value_or(at::Tensor())).Add(scale).Add(saturate);
+  call.Add(cu_seqlens).Add(scale).Add(saturate);
 }
 
 // Puts an undefined tensor where the scalar gate has no beta.
@@ -39,8 +39,10 @@ variable_list WithBeta(variable_list tensors, bool has_beta, std::size_t index) 
 
 struct Attention : Function<Attention> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, const at::Tensor& g, const at::Tensor& beta,
+                            const at::Tensor& v, const at::Tensor& g,
+                            const std::optional<at::Tensor>& maybe_beta,
                             const at::Tensor& level_scales, const AttentionOptions& options) {
+    const at::Tensor beta = OrUndefined(maybe_beta);
     const Operands operands{q, k, v, g, beta, level_scales};
     context->save_for_backward({operands.begin(), operands.end()});
     context->saved_data["cu_seqlens"] = options.cu_seqlens;
@@ -70,13 +72,16 @@ struct Attention : Function<Attention> {
 struct AttentionWithState : Function<AttentionWithState> {
   // Results: o, k, v, g, [beta,] nodes, position, base.
   static variable_list forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                               const at::Tensor& v, const at::Tensor& g, const at::Tensor& beta,
+                               const at::Tensor& v, const at::Tensor& g,
+                               const std::optional<at::Tensor>& maybe_beta,
                                const at::Tensor& level_scales, const at::Tensor& state_k,
                                const at::Tensor& state_v, const at::Tensor& state_g,
-                               const at::Tensor& state_beta, const at::Tensor& state_nodes,
-                               const at::Tensor& position, const at::Tensor& base,
-                               std::int64_t max_position, std::int64_t num_slots,
-                               const AttentionOptions& options) {
+                               const std::optional<at::Tensor>& maybe_state_beta,
+                               const at::Tensor& state_nodes, const at::Tensor& position,
+                               const at::Tensor& base, std::int64_t max_position,
+                               std::int64_t num_slots, const AttentionOptions& options) {
+    const at::Tensor beta = OrUndefined(maybe_beta);
+    const at::Tensor state_beta = OrUndefined(maybe_state_beta);
     const variable_list tensors{q,       k,       v,       g,          beta,        level_scales,
                                 state_k, state_v, state_g, state_beta, state_nodes, position,
                                 base};
@@ -130,8 +135,8 @@ OutputAndState RunWithState(const at::Tensor& q, const at::Tensor& k, const at::
   const std::int64_t max_position = state.max_position + LongestSequence(q, options.cu_seqlens);
   const int num_levels = options.saturate ? static_cast<int>(level_scales.size(-1)) : 0;
   variable_list results = AttentionWithState::apply(
-      q, k, v, g, beta, level_scales, state.k, state.v, state.g, state.beta, state.nodes,
-      state.position, state.base, state.max_position,
+      q, k, v, g, Maybe(beta), level_scales, state.k, state.v, state.g, Maybe(state.beta),
+      state.nodes, state.position, state.base, state.max_position,
       SlotsFor(max_position, num_levels, state.nodes.size(2)), options);
   results = WithBeta(std::move(results), beta.defined(), 4);
   return {.o = results[0],
@@ -232,14 +237,14 @@ State EmptyState(const fenwick::StateSpec& spec, at::Device device) {
 at::Tensor LogLinearAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                               const at::Tensor& g, const at::Tensor& level_scales,
                               const AttentionOptions& options) {
-  return Attention::apply(q, k, v, g, at::Tensor(), level_scales, options);
+  return Attention::apply(q, k, v, g, std::nullopt, level_scales, options);
 }
 
 at::Tensor LogLinearGatedDeltaRule(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const at::Tensor& g, const at::Tensor& beta,
                                    const at::Tensor& level_scales,
                                    const AttentionOptions& options) {
-  return Attention::apply(q, k, v, g, beta, level_scales, options);
+  return Attention::apply(q, k, v, g, Maybe(beta), level_scales, options);
 }
 
 OutputAndState LogLinearAttentionWithState(const at::Tensor& q, const at::Tensor& k,

@@ -56,14 +56,24 @@ Operands ReadOperands(Arguments& arguments) {
   return operands;
 }
 
+enum class StateUse {
+  kInput,     // read: copied where the layout is not the core's
+  kGradient,  // read likewise; has no position and base
+  kInPlace,   // updated
+};
+
 template <Transition kTransition>
-StateTensors ReadState(Arguments& arguments, bool gradient) {
-  StateTensors state{.k = arguments.Tensor(), .v = arguments.Tensor(), .g = arguments.Tensor()};
-  if (HasBeta(kTransition)) state.beta = arguments.Tensor();
-  state.nodes = arguments.Tensor();
-  if (!gradient) {
-    state.position = arguments.Tensor();
-    state.base = arguments.Tensor();
+StateTensors ReadState(Arguments& arguments, StateUse use) {
+  const auto next = [&] {
+    Tensor tensor = arguments.Tensor();
+    return use == StateUse::kInPlace ? tensor : torch::stable::contiguous(tensor);
+  };
+  StateTensors state{.k = next(), .v = next(), .g = next()};
+  if (HasBeta(kTransition)) state.beta = next();
+  state.nodes = next();
+  if (use != StateUse::kGradient) {
+    state.position = next();
+    state.base = next();
   }
   return state;
 }
@@ -205,7 +215,7 @@ void Forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   StateTensors state;
   std::int64_t max_position = 0, num_slots = 0;
   if constexpr (kWithState) {
-    state = ReadState<kTransition>(arguments, /*gradient=*/false);
+    state = ReadState<kTransition>(arguments, StateUse::kInput);
     max_position = arguments.Next<std::int64_t>();
     num_slots = arguments.Next<std::int64_t>();
   }
@@ -236,12 +246,12 @@ void Backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);
   const Tensor d_o = WithDenseLastAxis(arguments.Tensor());
   StateTensors d_final_state;
-  if constexpr (kWithState) d_final_state = ReadState<kTransition>(arguments, /*gradient=*/true);
+  if constexpr (kWithState) d_final_state = ReadState<kTransition>(arguments, StateUse::kGradient);
   const Operands operands = ReadOperands<kTransition>(arguments);
   StateTensors state;
   std::int64_t max_position = 0;
   if constexpr (kWithState) {
-    state = ReadState<kTransition>(arguments, /*gradient=*/false);
+    state = ReadState<kTransition>(arguments, StateUse::kInput);
     max_position = arguments.Next<std::int64_t>();
   }
   const std::optional<Tensor> cu_seqlens = arguments.OptionalTensor();
@@ -284,7 +294,7 @@ template <Transition kTransition>
 void Step(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);
   const Operands operands = ReadOperands<kTransition>(arguments);
-  const StateTensors state = ReadState<kTransition>(arguments, /*gradient=*/false);
+  const StateTensors state = ReadState<kTransition>(arguments, StateUse::kInPlace);
   const std::int64_t max_position = arguments.Next<std::int64_t>();
   const Options options = ReadOptions(arguments);
 

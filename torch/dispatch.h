@@ -12,6 +12,14 @@
 
 namespace fenwick_torch {
 
+// Function::apply does not take undefined tensors, but optional ones.
+inline std::optional<at::Tensor> Maybe(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+inline at::Tensor OrUndefined(const std::optional<at::Tensor>& tensor) {
+  return tensor.value_or(at::Tensor());
+}
+
 // Arguments of a call, in schema order.
 class Call {
  public:

@@ -11,15 +11,15 @@ using torch::autograd::variable_list;
 
 struct Conv : Function<Conv> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
-                            const at::Tensor& bias, const at::Tensor& initial_state,
+                            const std::optional<at::Tensor>& bias,
+                            const std::optional<at::Tensor>& initial_state,
                             const std::optional<at::Tensor>& cu_seqlens, bool silu) {
-    context->save_for_backward({x, weight, bias, initial_state});
+    context->save_for_backward({x, weight, OrUndefined(bias), OrUndefined(initial_state)});
     context->saved_data["cu_seqlens"] = cu_seqlens;
     context->saved_data["silu"] = silu;
     at::AutoDispatchBelowADInplaceOrView guard;
     Call call("causal_conv1d");
-    call.Add(x).Add(weight).AddOptional(bias).AddOptional(initial_state);
-    call.AddOptional(cu_seqlens.value_or(at::Tensor())).Add(silu);
+    call.Add(x).Add(weight).Add(bias).Add(initial_state).Add(cu_seqlens).Add(silu);
     return call.Run()[0];
   }
 
@@ -27,8 +27,7 @@ struct Conv : Function<Conv> {
     const variable_list saved = context->get_saved_variables();
     Call call("causal_conv1d_backward");
     call.Add(gradients[0]).Add(saved[0]).Add(saved[1]).AddOptional(saved[2]).AddOptional(saved[3]);
-    const auto cu_seqlens = context->saved_data["cu_seqlens"].toOptional<at::Tensor>();
-    call.AddOptional(cu_seqlens.value_or(at::Tensor()));
+    call.Add(context->saved_data["cu_seqlens"]);
     call.Add(context->saved_data["silu"].toBool());
     variable_list results = call.Run();
     // The operator returns an empty tensor for what was not given.
@@ -40,14 +39,15 @@ struct Conv : Function<Conv> {
 };
 
 struct GatedNorm : Function<GatedNorm> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& gate,
-                            const at::Tensor& weight, double eps, bool norm_before_gate) {
-    context->save_for_backward({x, gate, weight});
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const std::optional<at::Tensor>& gate, const at::Tensor& weight,
+                            double eps, bool norm_before_gate) {
+    context->save_for_backward({x, OrUndefined(gate), weight});
     context->saved_data["eps"] = eps;
     context->saved_data["norm_before_gate"] = norm_before_gate;
     at::AutoDispatchBelowADInplaceOrView guard;
     Call call("gated_rms_norm");
-    call.Add(x).AddOptional(gate).Add(weight).Add(eps).Add(norm_before_gate);
+    call.Add(x).Add(gate).Add(weight).Add(eps).Add(norm_before_gate);
     return call.Run()[0];
   }
 
@@ -83,8 +83,8 @@ struct Norm : Function<Norm> {
 }  // namespace
 
 at::Tensor CausalConv1d(const at::Tensor& x, const at::Tensor& weight, const ConvOptions& options) {
-  return Conv::apply(x, weight, options.bias, options.initial_state, options.cu_seqlens,
-                     options.silu);
+  return Conv::apply(x, weight, Maybe(options.bias), Maybe(options.initial_state),
+                     options.cu_seqlens, options.silu);
 }
 
 at::Tensor CausalConv1dFinalState(const at::Tensor& x, std::int64_t width,
@@ -119,7 +119,7 @@ at::Tensor CausalConv1dStep(const at::Tensor& x, const at::Tensor& weight, const
 
 at::Tensor GatedRmsNorm(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& weight,
                         double eps, bool norm_before_gate) {
-  return GatedNorm::apply(x, gate, weight, eps, norm_before_gate);
+  return GatedNorm::apply(x, Maybe(gate), weight, eps, norm_before_gate);
 }
 
 at::Tensor L2Norm(const at::Tensor& x, double eps) { return Norm::apply(x, eps); }
