@@ -228,9 +228,51 @@ void PrepareQueries(DeltaChunk<T>& c) {
   MultiplyLevels(c, c.d, c.p);
 }
 
+// Up to this key size the transition is applied token by token. 64 tokens that write into few
+// dimensions erase nearly all of an older state, and S - K~^T W S then is what two much larger
+// terms leave: for K = 16 a factor of 10 in float32's relative error, for K = 3 a factor of 10^4.
+// The arithmetic is the same and the state's columns stay in the first-level cache.
+inline constexpr int64_t kTokenwiseKeys = 32;
+
+// S [K, columns] <- M S, or M^T S where `transposed`, one token after the other.
+template <typename T>
+void ApplyTokens(const DeltaChunk<T>& c, bool transposed, int64_t columns, T* s, int64_t ld) {
+  constexpr int kGroup = 4;  // vectors of columns at a time
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t j0 = 0; j0 < columns; j0 += kGroup * lanes) {
+    const int vectors =
+        static_cast<int>(std::min<int64_t>(kGroup, (columns - j0 + lanes - 1) / lanes));
+    for (int64_t step = 0; step < c.n; ++step) {
+      const int64_t i = transposed ? c.n - 1 - step : step;
+      const T* k = c.k + i * c.ld_k;
+      const T alpha = i > 0 ? c.decay[i * c.ld_c + i - 1] : c.gamma[0];
+      hn::Vec<decltype(d)> dot[kGroup];
+      for (int m = 0; m < vectors; ++m) dot[m] = hn::Zero(d);
+      for (int64_t r = 0; r < c.K; ++r) {
+        const auto kr = hn::Set(d, k[r]);
+        for (int m = 0; m < vectors; ++m) {
+          dot[m] = hn::MulAdd(kr, hn::LoadU(d, s + r * ld + j0 + m * lanes), dot[m]);
+        }
+      }
+      const auto strength = hn::Set(d, c.beta[i]);
+      const auto gate = hn::Set(d, alpha);
+      for (int m = 0; m < vectors; ++m) dot[m] = hn::Mul(strength, dot[m]);
+      for (int64_t r = 0; r < c.K; ++r) {
+        const auto kr = hn::Set(d, k[r]);
+        for (int m = 0; m < vectors; ++m) {
+          T* at = s + r * ld + j0 + m * lanes;
+          hn::StoreU(hn::Mul(gate, hn::NegMulAdd(kr, dot[m], hn::LoadU(d, at))), d, at);
+        }
+      }
+    }
+  }
+}
+
 // S [K, columns] <- M S.
 template <typename T>
 void ApplyTransition(const DeltaChunk<T>& c, int64_t columns, T* s, int64_t ld) {
+  if (c.K <= kTokenwiseKeys) return ApplyTokens(c, /*transposed=*/false, columns, s, ld);
   Scratch scratch;
   T* ws = scratch.New<T>(c.n * ld);
   MatMul<Op::kNone>(c.n, columns, c.K, c.minus_w(), c.ld_kv, s, ld, ws, ld);
@@ -241,6 +283,11 @@ void ApplyTransition(const DeltaChunk<T>& c, int64_t columns, T* s, int64_t ld) 
 // m [K, K] = M.
 template <typename T>
 void WriteTransition(const DeltaChunk<T>& c, T* m) {
+  if (c.K <= kTokenwiseKeys) {
+    std::fill_n(m, c.K * c.ld_k, T{0});
+    for (int64_t i = 0; i < c.K; ++i) m[i * c.ld_k + i] = 1;
+    return ApplyTokens(c, /*transposed=*/false, c.K, m, c.ld_k);
+  }
   MatMul<Op::kTranspose>(c.K, c.K, c.n, c.k_end, c.ld_k, c.minus_w(), c.ld_kv, m, c.ld_k);
   for (int64_t i = 0; i < c.K; ++i) m[i * c.ld_k + i] += c.total;
 }

@@ -86,6 +86,7 @@ void CarryAdjoint(const DeltaChunk<T>& c, int64_t columns, const T* s, const T* 
   MatMul<Op::kNone>(c.n, c.K, columns, ws, ld, dst, c.ld_k, grad.k_end, c.ld_k,
                     Epilogue<T>{.beta = 1});
   grad.total += Dot(c.K, columns, ds, ld, s, ld);
+  if (c.K <= kTokenwiseKeys) return ApplyTokens(c, /*transposed=*/true, columns, ds, ld);
   MatMul<Op::kTranspose>(c.K, columns, c.n, c.minus_w(), c.ld_kv, kds, ld, ds, ld,
                          Epilogue<T>{.beta = c.total});
 }
