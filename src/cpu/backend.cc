@@ -4,15 +4,9 @@
 #include "cpu/cpu_backend.h"
 #include "cpu/gated_delta/gated_delta.h"
 #include "cpu/scalar_gate/scalar_gate.h"
+#include "cpu/step.h"
 
 namespace fenwick {
-namespace {
-
-[[noreturn]] void NoKernel() {
-  throw Error("transition: expected one with a CPU kernel, there is no CPU kernel yet");
-}
-
-}  // namespace
 
 void ForwardCpu(const Inputs& inputs, const TensorView& o, const StateView& final_state,
                 const Context& context) {
@@ -32,7 +26,9 @@ void BackwardCpu(const Inputs& inputs, const TensorView& d_o, const StateGradVie
   }
 }
 
-void StepCpu(const Inputs& inputs, const TensorView& o, const Context& context) { NoKernel(); }
+void StepCpu(const Inputs& inputs, const TensorView& o, const Context& context) {
+  cpu::Step(inputs, o, context);
+}
 
 std::size_t ForwardCpuWorkspaceBytes(const Inputs& inputs, const StateView& final_state) {
   return 0;

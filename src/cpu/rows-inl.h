@@ -159,6 +159,10 @@ void AddRows(const TokenRows& rows, int64_t first, int64_t count, int64_t column
 // One number per token ([B, T, H]) of positions [first, first + count).
 template <typename T>
 void LoadScalars(const TokenRows& rows, int64_t first, int64_t count, T* out) {
+  if (rows.dtype() == (sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64)) {
+    for (int64_t i = 0; i < count; ++i) std::memcpy(out + i, rows.Row(first + i), sizeof(T));
+    return;
+  }
   alignas(64) T row[64 / sizeof(T)];
   for (int64_t i = 0; i < count; ++i) {
     LoadRow(rows.dtype(), rows.Row(first + i), 1, row);

@@ -127,5 +127,36 @@ TEST(ScalarGate, BackwardAgreesWithTheReference) {
   }
 }
 
+// Every size of step, folds in the middle of one, storage types and saturation; both transitions.
+TEST(Step, AgreesWithTheReference) {
+  for (const Transition transition : {Transition::kScalarGate, Transition::kGatedDelta}) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64}) {
+      for (const int L : {0, 3, 9}) {
+        ProblemSpec spec;
+        spec.transition = transition;
+        spec.B = 3;
+        spec.T = 330;
+        spec.G = 1;
+        spec.H = 2;
+        spec.K = 40;
+        spec.V = 19;
+        spec.L = L;
+        spec.saturate = L > 0;
+        spec.state_tokens = {0, 129, 700};
+        spec.options.dtype = dtype;
+        if (dtype == DType::kFloat64) spec.options.beta_dtype = spec.options.scales_dtype = dtype;
+        const auto problem = support::RandomProblem(spec, NextSeed());
+        SCOPED_TRACE(support::Describe(problem.spec));
+        const auto expected = reference::Forward(problem.arguments);
+        cpu::ForEachTarget([&](const char*) {
+          const auto result = support::RunSteps(
+              problem.arguments, {1, 1, 64, 63, 60, 2, 1, 5, 64, 64, 5}, problem.spec.options);
+          ExpectClose(support::Compare(problem, result, expected));
+        });
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fenwick

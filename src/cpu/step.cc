@@ -1,0 +1,374 @@
+// The recurrent step (SPEC.md "Recurrent form") over a state that keeps the newest tokens as they
+// came (state.h). For a query at t, u walks back from t through the tokens of the ring:
+//   u = q[t];  for s = t .. base:   o += lambda[t, level(t, s)] (u.w[s]) v[s];   u = M[s]^T u
+// with M[s] = exp(g[s]), w = k for the scalar gate and M[s] = exp(g[s]) (I - beta k k^T), w = beta
+// k for the delta rule; then o += lambda[t, level] S^T u for every live node S. A token costs one
+// read of each node and of the ring, no state is written. Once every kStateChunk tokens the oldest
+// chunk is folded into the nodes.
+#include "cpu/step.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/thread_pool.h"
+#include "cpu/highway_targets.h"
+#include "cpu/segments.h"
+#include "cpu/sequence.h"
+#include "cpu/walk.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/step.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+//
+#include "cpu/gated_delta/chunk-inl.h"
+#include "cpu/scalar_gate/chunk-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fenwick::cpu {
+namespace HWY_NAMESPACE {
+
+// Tokens that one step looks at: a full ring and the new ones.
+inline constexpr int64_t kWindow = kStateRing + kStateChunk;
+
+template <typename T>
+T DotRow(int64_t count, const T* HWY_RESTRICT a, const T* HWY_RESTRICT b) {
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  // Four sums hide the latency of the additions.
+  auto s0 = hn::Zero(d), s1 = hn::Zero(d), s2 = hn::Zero(d), s3 = hn::Zero(d);
+  int64_t i = 0;
+  for (; i + 4 * lanes <= count; i += 4 * lanes) {
+    s0 = hn::MulAdd(hn::LoadU(d, a + i), hn::LoadU(d, b + i), s0);
+    s1 = hn::MulAdd(hn::LoadU(d, a + i + lanes), hn::LoadU(d, b + i + lanes), s1);
+    s2 = hn::MulAdd(hn::LoadU(d, a + i + 2 * lanes), hn::LoadU(d, b + i + 2 * lanes), s2);
+    s3 = hn::MulAdd(hn::LoadU(d, a + i + 3 * lanes), hn::LoadU(d, b + i + 3 * lanes), s3);
+  }
+  for (; i + lanes <= count; i += lanes) {
+    s0 = hn::MulAdd(hn::LoadU(d, a + i), hn::LoadU(d, b + i), s0);
+  }
+  T sum = hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3))));
+  for (; i < count; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+// out = alpha out + beta in.
+template <typename T>
+void CombineRow(int64_t count, T alpha, T* HWY_RESTRICT out, T beta, const T* HWY_RESTRICT in) {
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto va = hn::Set(d, alpha), vb = hn::Set(d, beta);
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    const auto x = hn::Mul(va, hn::LoadU(d, out + i));
+    hn::StoreU(hn::MulAdd(vb, hn::LoadU(d, in + i), x), d, out + i);
+  }
+  for (; i < count; ++i) out[i] = alpha * out[i] + beta * in[i];
+}
+
+// out [columns] += u [rows] S [rows, columns], S contiguous; kVectors vectors of columns stay in
+// registers.
+template <int kVectors, typename T>
+HWY_INLINE void ReadColumns(int64_t rows, const T* HWY_RESTRICT u, const T* HWY_RESTRICT s,
+                            int64_t ld, T* HWY_RESTRICT out) {
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  hn::Vec<decltype(d)> sum[kVectors];
+  HWY_UNROLL(8)
+  for (int j = 0; j < kVectors; ++j) sum[j] = hn::LoadU(d, out + j * lanes);
+  for (int64_t i = 0; i < rows; ++i) {
+    const auto x = hn::Set(d, u[i]);
+    HWY_UNROLL(8)
+    for (int j = 0; j < kVectors; ++j) {
+      sum[j] = hn::MulAdd(x, hn::LoadU(d, s + i * ld + j * lanes), sum[j]);
+    }
+  }
+  HWY_UNROLL(8)
+  for (int j = 0; j < kVectors; ++j) hn::StoreU(sum[j], d, out + j * lanes);
+}
+
+template <typename T>
+void ReadNode(int64_t rows, int64_t columns, const T* u, const T* s, T* out) {
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t j = 0;
+  for (; j + 8 * lanes <= columns; j += 8 * lanes) ReadColumns<8>(rows, u, s + j, columns, out + j);
+  for (; j + lanes <= columns; j += lanes) ReadColumns<1>(rows, u, s + j, columns, out + j);
+  for (; j < columns; ++j) {
+    T sum = out[j];
+    for (int64_t i = 0; i < rows; ++i) sum += u[i] * s[i * columns + j];
+    out[j] = sum;
+  }
+}
+
+template <typename T, Transition kTransition>
+struct HeadStep {
+  static constexpr bool kDelta = kTransition == Transition::kGatedDelta;
+
+  HeadStep(const Inputs& in, const TensorView& o, const Sequence& s, int64_t h)
+      : inputs(in),
+        sequence(s),
+        head(h),
+        key_size(in.q.size(3)),
+        value_size(in.v.size(3)),
+        num_levels(static_cast<int>(in.level_scales.size(3))),
+        top(WalkTop(in.level_policy == LevelPolicy::kSaturate, num_levels)),
+        queries(in.q, TensorView(), s, Group()),
+        keys(in.k, in.initial_state.k, s, Group()),
+        values(in.v, in.initial_state.v, s, h),
+        gates(in.g, in.initial_state.g, s, h),
+        betas(in.beta, in.initial_state.beta, s, h),
+        level_scales(in.level_scales, TensorView(), s, h),
+        outputs(o, TensorView(), s, h) {}
+
+  const Inputs& inputs;
+  const Sequence& sequence;
+  const int64_t head, key_size, value_size;
+  const int num_levels, top;
+  const TokenRows queries, keys, values, gates, betas, level_scales, outputs;
+
+  int64_t Group() const { return head / (inputs.v.size(2) / inputs.q.size(2)); }
+  T* Node(int slot) const {
+    return reinterpret_cast<T*>(
+        NodeData(inputs.initial_state.nodes, sequence.index, head, slot));  // [K, V]
+  }
+
+  void Run() {
+    Scratch scratch;
+    T* g = scratch.New<T>(kWindow);      // log decays from sequence.base on
+    T* alpha = scratch.New<T>(kWindow);  // exp(g)
+    T* beta = scratch.New<T>(kWindow);
+    const int64_t window = sequence.end - sequence.base;
+    std::fill_n(g, kWindow, T{0});
+    LoadScalars(gates, sequence.base, window, g);
+    if constexpr (kDelta) {
+      LoadScalars(betas, sequence.base, window, beta);
+      std::copy_n(g, kWindow, alpha);
+      ExpVector(kWindow, alpha);
+    }
+    T* u = scratch.New<T>(PaddedColumns<T>(key_size));
+    T* row = scratch.New<T>(PaddedColumns<T>(std::max(key_size, value_size)));
+    T* out = scratch.New<T>(PaddedColumns<T>(value_size));
+    T* lambda = scratch.New<T>(PaddedColumns<T>(num_levels));
+    T* decays = scratch.New<T>(kWindow + 1);
+    const int levels = std::min(num_levels, NumLevels(sequence.end));
+    int64_t base = sequence.base;
+    for (int64_t t = sequence.begin; t < sequence.end; ++t) {
+      if (t - base == kStateRing) {
+        Fold(base);
+        base += kStateChunk;
+      }
+      LoadRow(level_scales.dtype(), level_scales.Row(t), levels, lambda);
+      LoadRow(queries.dtype(), queries.Row(t), key_size, u);
+      const T scale = static_cast<T>(inputs.scale);
+      for (int64_t i = 0; i < key_size; ++i) u[i] *= scale;
+      std::fill_n(out, value_size, T{0});
+      const int64_t first = base - sequence.base;
+      if constexpr (!kDelta) Decays(g, first, t - sequence.base, decays);
+      for (int64_t s = t; s >= base; --s) {
+        const T weight_lambda = lambda[SaturatedLevel(t, s, num_levels)];
+        const T* k = RowOf(keys, s, key_size, row);
+        T weight = DotRow(key_size, u, k);
+        if constexpr (kDelta) {
+          weight *= beta[s - sequence.base];
+          const T decay = alpha[s - sequence.base];
+          CombineRow(key_size, decay, u, -decay * weight, k);
+        } else {
+          weight *= decays[s - base + 1];
+        }
+        CombineRow(value_size, T{1}, out, weight_lambda * weight,
+                   RowOf(values, s, value_size, row));
+      }
+      ReadNodes(t, base, lambda, kDelta ? T{1} : decays[0], u, row, out);
+      StoreRow(outputs.dtype(), out, value_size, outputs.Row(t));
+    }
+  }
+
+  // decays[i + 1] = exp(g[first + i + 1] + ... + g[last]), i from -1 on.
+  static void Decays(const T* g, int64_t first, int64_t last, T* decays) {
+    const int64_t count = last - first + 2;
+    double sum = 0;
+    for (int64_t i = count - 1; i >= 0; --i) {
+      decays[i] = static_cast<T>(sum);
+      if (i > 0) sum += g[first + i - 1];
+    }
+    std::fill_n(decays + count, kWindow + 1 - count, T{0});
+    ExpVector((count + 15) / 16 * 16 <= kWindow ? (count + 15) / 16 * 16 : count, decays);
+  }
+
+  // A row as elements of T: in place where it is stored so, otherwise converted into `buffer`.
+  static const T* RowOf(const TokenRows& rows, int64_t position, int64_t columns, T* buffer) {
+    const std::byte* row = rows.Row(position);
+    if (rows.dtype() == (sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64)) {
+      return reinterpret_cast<const T*>(row);
+    }
+    LoadRow(rows.dtype(), row, columns, buffer);
+    return buffer;
+  }
+
+  // out += lambda decay S^T u for each live node; they end at `base` or before.
+  void ReadNodes(int64_t t, int64_t base, const T* lambda, T decay, const T* u, T* scaled,
+                 T* out) const {
+    const int64_t chunks = base / kStateChunk;
+    for (int b = 0; b <= top && chunks >> b != 0; ++b) {
+      if (!SlotIsLive(chunks, b, top)) continue;
+      const int64_t newest = (chunks >> b << b) * kStateChunk - 1;  // token of the node
+      const T factor = lambda[SaturatedLevel(t, newest, num_levels)] * decay;
+      for (int64_t i = 0; i < key_size; ++i) scaled[i] = factor * u[i];
+      ReadNode(key_size, value_size, scaled, Node(b), out);
+    }
+  }
+
+  // Folds the tokens [base, base + kStateChunk) into the nodes.
+  void Fold(int64_t base) {
+    Scratch scratch;
+    const int64_t chunk = base / kStateChunk;
+    const int64_t ld = TileLd<T>(value_size);
+    T* merged = scratch.New<T>(TileSize<T>(key_size, value_size));
+    const int target = MergeSlot(chunk, top);
+    if constexpr (kDelta) {
+      DeltaChunk<T> c(scratch, key_size, value_size, 1);
+      c.n = kStateChunk;
+      LoadRows(keys, base, c.n, key_size, c.k, c.ld_k);
+      LoadRows(values, base, c.n, value_size, c.v(), c.ld_kv);
+      LoadScalars(gates, base, c.n, c.g);
+      LoadScalars(betas, base, c.n, c.beta);
+      PrepareKeys(c);
+      AddNewState(c, /*accumulate=*/false, merged);
+      T* older = scratch.New<T>(TileSize<T>(key_size, value_size));
+      ForEachNode(chunk, [&](int slot, T* node) {
+        LoadNode(reinterpret_cast<const std::byte*>(node), key_size, value_size, older);
+        ApplyTransition(c, value_size, older, ld);
+        if (slot <= target) {
+          ScaleAdd<T>(TileSize<T>(key_size, value_size), 1, merged, 1, older);
+        } else {
+          StoreNode(older, T{1}, key_size, value_size, reinterpret_cast<std::byte*>(node));
+        }
+      });
+    } else {
+      T* k = scratch.New<T>(TileSize<T>(kStateChunk, key_size));
+      T* v = scratch.New<T>(kStateChunk * ld);
+      T* scaled = scratch.New<T>(kStateChunk * ld);
+      Gate<T> gate;
+      gate.Load(gates, base, kStateChunk);
+      LoadRows(keys, base, kStateChunk, key_size, k, TileLd<T>(key_size));
+      LoadRows(values, base, kStateChunk, value_size, v, ld);
+      ChunkNode(StateLayout::kKeyByValue, kStateChunk, key_size, value_size, gate, k, v, scaled,
+                merged);
+      const T decay = static_cast<T>(std::exp(gate.total));
+      ForEachNode(chunk, [&](int slot, T* node) {
+        for (int64_t i = 0; i < key_size; ++i) {
+          T* row = node + i * value_size;
+          if (slot <= target) {
+            CombineRow(value_size, T{1}, merged + i * ld, decay, row);
+          } else {
+            CombineRow(value_size, decay, row, T{0}, merged + i * ld);
+          }
+        }
+      });
+    }
+    StoreNode(merged, T{1}, key_size, value_size, reinterpret_cast<std::byte*>(Node(target)));
+  }
+
+  template <class F>
+  void ForEachNode(int64_t chunks, F&& f) const {
+    for (int b = 0; b <= top && chunks >> b != 0; ++b) {
+      if (SlotIsLive(chunks, b, top)) f(b, Node(b));
+    }
+  }
+};
+
+template <typename T>
+void StepHeads(const Inputs& inputs, const TensorView& o, const std::vector<Sequence>& sequences,
+               int num_threads) {
+  const int64_t heads = inputs.v.size(2);
+  ParallelFor(sequences.size() * heads, num_threads, [&](int64_t i, int) {
+    const Sequence& sequence = sequences[i / heads];
+    if (inputs.transition == Transition::kGatedDelta) {
+      HeadStep<T, Transition::kGatedDelta>(inputs, o, sequence, i % heads).Run();
+    } else {
+      HeadStep<T, Transition::kScalarGate>(inputs, o, sequence, i % heads).Run();
+    }
+  });
+}
+
+void StepFloat(const Inputs& inputs, const TensorView& o, const std::vector<Sequence>& sequences,
+               int num_threads) {
+  StepHeads<float>(inputs, o, sequences, num_threads);
+}
+
+void StepDouble(const Inputs& inputs, const TensorView& o, const std::vector<Sequence>& sequences,
+                int num_threads) {
+  StepHeads<double>(inputs, o, sequences, num_threads);
+}
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace HWY_NAMESPACE
+}  // namespace fenwick::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fenwick::cpu {
+
+HWY_EXPORT(StepFloat);
+HWY_EXPORT(StepDouble);
+
+namespace {
+
+// Below this many elements read (about 30 us) waking other threads costs more than it saves.
+constexpr int64_t kWorthThreads = int64_t{1} << 18;
+
+int ThreadsFor(const Inputs& inputs, const std::vector<Sequence>& sequences,
+               const Context& context) {
+  const int64_t key_size = inputs.q.size(3), value_size = inputs.v.size(3);
+  int64_t elements = 0;
+  for (const Sequence& s : sequences) {
+    elements += std::popcount(static_cast<uint64_t>(s.base / kStateChunk)) * key_size * value_size +
+                (s.end - s.base) * (key_size + value_size);
+  }
+  if (elements * inputs.v.size(2) * inputs.q.size(1) < kWorthThreads) return 1;
+  return context.num_threads > 0 ? context.num_threads : GetNumThreads();
+}
+
+// The new tokens take their places in the ring; no kernel reads it any more.
+void Append(const Inputs& inputs, const Sequence& sequence) {
+  const auto append = [&](const TensorView& tensor, const TensorView& ring) {
+    if (!ring.given()) return;
+    const std::int64_t row_bytes = (ring.rank > 3 ? ring.size(3) : 1) * ElementSize(ring.dtype);
+    if (row_bytes == 0) return;
+    for (std::int64_t x = 0; x < ring.size(2); ++x) {
+      const TokenRows from(tensor, TensorView(), sequence, x);
+      const TokenRows to(TensorView(), ring,
+                         Sequence{.index = sequence.index, .begin = sequence.end}, x);
+      for (std::int64_t p = sequence.begin; p < sequence.end; ++p) {
+        std::memcpy(to.Row(p), from.Row(p), row_bytes);
+      }
+    }
+  };
+  const StateView& state = inputs.initial_state;
+  append(inputs.k, state.k);
+  append(inputs.v, state.v);
+  append(inputs.g, state.g);
+  append(inputs.beta, state.beta);
+  static_cast<std::int64_t*>(state.position.data)[sequence.index] = sequence.end;
+  static_cast<std::int64_t*>(state.base.data)[sequence.index] =
+      NextBase(sequence.base, sequence.end);
+}
+
+}  // namespace
+
+void Step(const Inputs& inputs, const TensorView& o, const Context& context) {
+  const std::vector<Sequence> sequences = MakeSequences(inputs);
+  const int num_threads = ThreadsFor(inputs, sequences, context);
+  if (inputs.q.dtype == DType::kFloat64) {
+    HWY_DYNAMIC_DISPATCH(StepDouble)(inputs, o, sequences, num_threads);
+  } else {
+    HWY_DYNAMIC_DISPATCH(StepFloat)(inputs, o, sequences, num_threads);
+  }
+  for (const Sequence& sequence : sequences) Append(inputs, sequence);
+}
+
+}  // namespace fenwick::cpu
+#endif  // HWY_ONCE
