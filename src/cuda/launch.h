@@ -17,10 +17,11 @@ inline void Check(cudaError_t status, const char* what) {
 }
 
 // Launches `kernel` on a one-dimensional grid (x is the only axis without the 65,535 limit).
-// No blocks: nothing to do.
+// No blocks: nothing to do. dependent: blocks may start before the stream's previous kernel ends.
 template <typename... Parameters, typename... Arguments>
-void Launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
-            std::size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
+void LaunchGrid(bool dependent, const char* name, void (*kernel)(Parameters...),
+                std::int64_t blocks, int threads, std::size_t shared_bytes, cudaStream_t stream,
+                Arguments&&... arguments) {
   if (blocks == 0) return;
   if (blocks > 0x7fffffff) {
     throw Error(std::string(name) + ": expected at most 2^31 - 1 blocks, got " +
@@ -37,8 +38,32 @@ void Launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  if (dependent) {
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+  }
   Check(cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...),
         name);
+}
+
+template <typename... Parameters, typename... Arguments>
+void Launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
+            std::size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
+  LaunchGrid(false, name, kernel, blocks, threads, shared_bytes, stream,
+             std::forward<Arguments>(arguments)...);
+}
+
+// Programmatic dependent launch (sm_90): the kernel must execute griddepcontrol.wait before it
+// touches memory that an earlier kernel of the stream reads or writes.
+template <typename... Parameters, typename... Arguments>
+void LaunchDependent(const char* name, void (*kernel)(Parameters...), std::int64_t blocks,
+                     int threads, std::size_t shared_bytes, cudaStream_t stream,
+                     Arguments&&... arguments) {
+  LaunchGrid(true, name, kernel, blocks, threads, shared_bytes, stream,
+             std::forward<Arguments>(arguments)...);
 }
 
 }  // namespace fenwick::cuda

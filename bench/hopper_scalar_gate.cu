@@ -1,0 +1,447 @@
+// Checks and times the scalar-gate kernels for Hopper without torch: random inputs with NaN around
+// every tensor and in every level scale that must not be read, outputs and workspace poisoned, a
+// float64 reference on the GPU, medians with the L2 cache flushed.
+//
+//   hopper_scalar_gate check        every feature at small sizes
+//   hopper_scalar_gate time         the shapes of docs/performance-cuda.md
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cuda/hopper.h"
+#include "cuda/launch.h"
+#include "fenwick/ops.h"
+
+namespace {
+
+using fenwick::DType;
+using fenwick::TensorView;
+using fenwick::cuda::Check;
+using I64 = std::int64_t;
+
+__host__ __device__ inline std::uint32_t Hash(std::uint64_t x) {
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdULL;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ULL;
+  return static_cast<std::uint32_t>(x ^ (x >> 33));
+}
+__device__ float Uniform(I64 i, std::uint32_t seed) {
+  return (Hash(static_cast<std::uint64_t>(i) * 2654435761ULL + (std::uint64_t{seed} << 40)) +
+          0.5f) *
+         (1.f / 4294967296.f);
+}
+__device__ float Normal(I64 i, std::uint32_t seed) {
+  return sqrtf(-2.f * logf(Uniform(i, seed))) * cospif(2.f * Uniform(i, seed + 77));
+}
+
+// Elements of any storage type.
+struct Array {
+  void* data;
+  DType dtype;
+  __device__ double Load(I64 i) const {
+    switch (dtype) {
+      case DType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+      case DType::kFloat16: return __half2float(static_cast<const __half*>(data)[i]);
+      case DType::kFloat32: return static_cast<const float*>(data)[i];
+      default: return static_cast<const double*>(data)[i];
+    }
+  }
+  __device__ void Store(I64 i, float x) const {
+    switch (dtype) {
+      case DType::kBFloat16: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16(x); break;
+      case DType::kFloat16: static_cast<__half*>(data)[i] = __float2half(x); break;
+      case DType::kFloat32: static_cast<float*>(data)[i] = x; break;
+      default: static_cast<double*>(data)[i] = x;
+    }
+  }
+};
+
+enum class Gates { kMixed, kResets, kStrong, kNone };
+
+struct Case {
+  std::string name;
+  int B = 2, T = 1024, G = 1, H = 8, K = 128, V = 64, L = 0;  // L = 0: as many as needed
+  DType dtype = DType::kBFloat16;
+  bool scales_f32 = false;
+  bool saturate = false;
+  Gates gates = Gates::kMixed;
+  std::vector<I64> packed;  // sequence lengths; B = 1, T their sum
+  float scale = 1.0f;
+};
+
+// Geometry on the device.
+struct Shape {
+  int T, G, H, K, V, L;
+  bool saturate;
+  float scale;
+  const int* position;  // [T] position of a token in its sequence (the same for every batch row)
+};
+
+__device__ int LevelOf(const Shape& s, int t, int source) {
+  const int level = 32 - __clz(t ^ source);
+  return s.saturate ? min(level, s.L - 1) : level;
+}
+
+__global__ void FillNormal(Array x, I64 n, std::uint32_t seed, float scale) {
+  for (I64 i = blockIdx.x * I64{blockDim.x} + threadIdx.x; i < n;
+       i += I64{gridDim.x} * blockDim.x) {
+    x.Store(i, Normal(i, seed) * scale);
+  }
+}
+
+// softplus(normal) where the level is live, NaN where it must not be read.
+__global__ void FillScales(Array x, Shape s, I64 n, std::uint32_t seed) {
+  for (I64 i = blockIdx.x * I64{blockDim.x} + threadIdx.x; i < n;
+       i += I64{gridDim.x} * blockDim.x) {
+    const int level = i % s.L, t = s.position[i / s.L / s.H % s.T];
+    bool live = level == 0 || (level <= 30 && (t >> (level - 1) & 1));
+    if (s.saturate && level == s.L - 1) live |= level == 0 || (t >> (level - 1)) != 0;
+    x.Store(i, live ? log1pf(expf(Normal(i, seed))) : NAN);
+  }
+}
+
+__global__ void FillGates(float* g, int H, I64 n, Gates kind, std::uint32_t seed) {
+  for (I64 i = blockIdx.x * I64{blockDim.x} + threadIdx.x; i < n;
+       i += I64{gridDim.x} * blockDim.x) {
+    const int h = i % H;
+    float x = -expf(-8.f + 7.f * (h / static_cast<float>(H))) * log1pf(expf(Normal(i, seed)));
+    const float u = Uniform(i, seed + 5);
+    if (kind == Gates::kResets) x = u < 0.01f ? -INFINITY : u < 0.02f ? -90.f : x;
+    if (kind == Gates::kStrong) x = u < 0.9f ? -20.f * Uniform(i, seed + 6) : x;
+    if (kind == Gates::kNone) x = 0;
+    g[i] = x;
+  }
+}
+
+// Inclusive sums of g within each sequence, float64; resets count as -1e5. Grid (H, B).
+__global__ void SumGates(const float* g, Shape s, double* sums) {
+  const int h = blockIdx.x, b = blockIdx.y;
+  double sum = 0;
+  for (int t = 0; t < s.T; ++t) {
+    const I64 i = (I64{b} * s.T + t) * s.H + h;
+    if (s.position[t] == 0) sum = 0;
+    sum += fmax(static_cast<double>(g[i]), -1e5);
+    sums[i] = sum;
+  }
+}
+
+// o at tokens first + i * step: grid (samples, H, B), 128 threads.
+__global__ void ReferenceOutput(Array q, Array k, Array v, Array scales, const double* sums,
+                                Shape s, int first, int step, double* o) {
+  const int t = first + blockIdx.x * step, h = blockIdx.y, b = blockIdx.z;
+  const I64 row = I64{b} * s.T + t;
+  const int group = h / (s.H / s.G), position = s.position[t];
+  __shared__ double weight[128];
+  double sum[4] = {};
+  for (int s0 = 0; s0 <= position; s0 += 128) {
+    const int source = s0 + threadIdx.x;
+    double w = 0;
+    if (source <= position) {
+      const I64 other = row - position + source;
+      for (int i = 0; i < s.K; ++i) {
+        w += q.Load((row * s.G + group) * s.K + i) * k.Load((other * s.G + group) * s.K + i);
+      }
+      w *= s.scale * scales.Load((row * s.H + h) * s.L + LevelOf(s, position, source)) *
+           exp(sums[row * s.H + h] - sums[other * s.H + h]);
+    }
+    __syncthreads();
+    weight[threadIdx.x] = w;
+    __syncthreads();
+    for (int x = threadIdx.x, c = 0; x < s.V; x += 128, ++c) {
+      for (int i = 0; i < 128 && s0 + i <= position; ++i) {
+        sum[c] += weight[i] * v.Load(((row - position + s0 + i) * s.H + h) * s.V + x);
+      }
+    }
+  }
+  const I64 sample = (I64{b} * gridDim.x + blockIdx.x) * s.H + h;
+  for (int x = threadIdx.x, c = 0; x < s.V; x += 128, ++c) o[sample * s.V + x] = sum[c];
+}
+
+// Squared error and squared norm of each head; rows of `x` at tokens first + i * step. Grid H.
+__global__ void Compare(Array x, const double* reference, int H, int width, int T, int B, int first,
+                        int step, int samples, double* error, double* norm) {
+  const int h = blockIdx.x;
+  double e = 0, n = 0;
+  for (I64 i = threadIdx.x; i < I64{B} * samples * width; i += blockDim.x) {
+    const I64 sample = i / width, column = i % width;
+    const I64 b = sample / samples, t = first + sample % samples * step;
+    const double r = reference[(sample * H + h) * width + column];
+    const double d = x.Load(((b * T + t) * H + h) * width + column) - r;
+    e += d * d;
+    n += r * r;
+  }
+  atomicAdd(error + h, e);
+  atomicAdd(norm + h, n);
+}
+
+// Device memory with `kGuard` bytes of NaN on both sides.
+class Buffer {
+ public:
+  explicit Buffer(std::size_t bytes) : bytes_(bytes) {
+    Check(cudaMalloc(&base_, bytes + 2 * kGuard), "cudaMalloc");
+    Poison();
+  }
+  ~Buffer() { cudaFree(base_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  void Poison() { Check(cudaMemset(base_, 0xff, bytes_ + 2 * kGuard), "cudaMemset"); }
+  char* data() const { return base_ + kGuard; }
+
+ private:
+  static constexpr std::size_t kGuard = 1 << 20;
+  std::size_t bytes_;
+  char* base_ = nullptr;
+};
+
+const fenwick::cuda::DeviceTraits& Device() {
+  static const fenwick::cuda::DeviceTraits traits = [] {
+    cudaDeviceProp p;
+    Check(cudaGetDeviceProperties(&p, 0), "cudaGetDeviceProperties");
+    return fenwick::cuda::DeviceTraits{p.major, p.minor, p.multiProcessorCount,
+                                       p.sharedMemPerBlockOptin,
+                                       static_cast<std::size_t>(p.l2CacheSize)};
+  }();
+  return traits;
+}
+
+float MedianMilliseconds(const std::function<void()>& run, int repeats) {
+  constexpr std::size_t kFlush = 256 << 20;
+  static char* flush = [] {
+    char* p;
+    Check(cudaMalloc(&p, kFlush), "cudaMalloc");
+    return p;
+  }();
+  cudaEvent_t begin, end;
+  Check(cudaEventCreate(&begin), "cudaEventCreate");
+  Check(cudaEventCreate(&end), "cudaEventCreate");
+  for (int i = 0; i < 3; ++i) run();
+  std::vector<float> times;
+  for (int i = 0; i < repeats; ++i) {
+    Check(cudaMemsetAsync(flush, i, kFlush), "flush");
+    Check(cudaEventRecord(begin), "cudaEventRecord");
+    run();
+    Check(cudaEventRecord(end), "cudaEventRecord");
+    Check(cudaEventSynchronize(end), "cudaEventSynchronize");
+    float ms;
+    Check(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
+    times.push_back(ms);
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+// One call's tensors.
+struct Problem {
+  Case c;
+  int L;
+  std::vector<I64> cu_seqlens;
+  Buffer q, k, v, g, scales, o, position;
+  Shape shape;
+  std::uint32_t seed;
+
+  static int MaxLength(const Case& c) {
+    return c.packed.empty() ? c.T : *std::max_element(c.packed.begin(), c.packed.end());
+  }
+  static Case Complete(Case c) {
+    if (!c.packed.empty()) c.B = 1, c.T = std::accumulate(c.packed.begin(), c.packed.end(), I64{0});
+    if (c.L == 0) c.L = fenwick::NumLevels(MaxLength(c));
+    return c;
+  }
+  DType ScalesType() const { return c.scales_f32 ? DType::kFloat32 : c.dtype; }
+  I64 tokens() const { return I64{c.B} * c.T; }
+
+  Problem(const Case& given, std::uint32_t seed)
+      : c(Complete(given)),
+        L(c.L),
+        q(2 * tokens() * c.G * c.K),
+        k(2 * tokens() * c.G * c.K),
+        v(2 * tokens() * c.H * c.V),
+        g(4 * tokens() * c.H),
+        scales((c.scales_f32 ? 4 : 2) * tokens() * c.H * c.L),
+        o(2 * tokens() * c.H * c.V),
+        position(4 * c.T),
+        seed(seed) {
+    std::vector<int> positions(c.T);
+    if (c.packed.empty()) {
+      std::iota(positions.begin(), positions.end(), 0);
+    } else {
+      cu_seqlens.push_back(0);
+      for (I64 length : c.packed) {
+        std::iota(positions.begin() + cu_seqlens.back(),
+                  positions.begin() + cu_seqlens.back() + length, 0);
+        cu_seqlens.push_back(cu_seqlens.back() + length);
+      }
+    }
+    Check(
+        cudaMemcpy(position.data(), positions.data(), 4 * positions.size(), cudaMemcpyHostToDevice),
+        "positions");
+    shape = {c.T,        c.G,     c.H,
+             c.K,        c.V,     c.L,
+             c.saturate, c.scale, reinterpret_cast<const int*>(position.data())};
+    FillNormal<<<1024, 256>>>({q.data(), c.dtype}, tokens() * c.G * c.K, seed, 0.3f);
+    FillNormal<<<1024, 256>>>({k.data(), c.dtype}, tokens() * c.G * c.K, seed + 1, 0.3f);
+    FillNormal<<<1024, 256>>>({v.data(), c.dtype}, tokens() * c.H * c.V, seed + 2, 1.f);
+    FillScales<<<1024, 256>>>({scales.data(), ScalesType()}, shape, tokens() * c.H * c.L, seed + 3);
+    FillGates<<<1024, 256>>>(reinterpret_cast<float*>(g.data()), c.H, tokens() * c.H, c.gates,
+                             seed + 4);
+    Check(cudaDeviceSynchronize(), "inputs");
+  }
+
+  fenwick::Inputs Inputs() const {
+    fenwick::Inputs in;
+    in.q = TensorView(q.data(), c.dtype, {c.B, c.T, c.G, c.K});
+    in.k = TensorView(k.data(), c.dtype, {c.B, c.T, c.G, c.K});
+    in.v = TensorView(v.data(), c.dtype, {c.B, c.T, c.H, c.V});
+    in.g = TensorView(g.data(), DType::kFloat32, {c.B, c.T, c.H});
+    in.level_scales = TensorView(scales.data(), ScalesType(), {c.B, c.T, c.H, c.L});
+    in.cu_seqlens = cu_seqlens;
+    in.scale = c.scale;
+    if (c.saturate) in.level_policy = fenwick::LevelPolicy::kSaturate;
+    return in;
+  }
+  TensorView Output() const { return TensorView(o.data(), c.dtype, {c.B, c.T, c.H, c.V}); }
+};
+
+struct Errors {
+  double all, worst_head;
+};
+
+Errors CheckOutput(const Problem& p, int max_samples) {
+  const Case& c = p.c;
+  Buffer sums(8 * p.tokens() * c.H);
+  SumGates<<<dim3(c.H, c.B), 1>>>(reinterpret_cast<const float*>(p.g.data()), p.shape,
+                                  reinterpret_cast<double*>(sums.data()));
+  const int step = std::max(1, c.T / max_samples) | 1;
+  const int samples = (c.T + step - 1) / step, first = (c.T - 1) % step;
+  Buffer reference(8 * I64{c.B} * samples * c.H * c.V), totals(16 * c.H);
+  auto* r = reinterpret_cast<double*>(reference.data());
+  auto* total = reinterpret_cast<double*>(totals.data());
+  ReferenceOutput<<<dim3(samples, c.H, c.B), 128>>>(
+      {p.q.data(), c.dtype}, {p.k.data(), c.dtype}, {p.v.data(), c.dtype},
+      {p.scales.data(), p.ScalesType()}, reinterpret_cast<const double*>(sums.data()), p.shape,
+      first, step, r);
+  Check(cudaMemset(total, 0, 16 * c.H), "cudaMemset");
+  Compare<<<c.H, 256>>>({p.o.data(), c.dtype}, r, c.H, c.V, c.T, c.B, first, step, samples, total,
+                        total + c.H);
+  std::vector<double> host(2 * c.H);
+  Check(cudaMemcpy(host.data(), total, 16 * c.H, cudaMemcpyDeviceToHost), "reference");
+  Errors errors{0, 0};
+  double e = 0, n = 0;
+  for (int h = 0; h < c.H; ++h) {
+    e += host[h], n += host[c.H + h];
+    const double head = std::sqrt(host[h] / host[c.H + h]);
+    if (!(head <= errors.worst_head)) errors.worst_head = head;
+  }
+  errors.all = std::sqrt(e / n);
+  return errors;
+}
+
+// Runs one case; times it where repeats > 0. Returns false where the error is too large.
+bool RunCase(const Case& given, int repeats, std::uint32_t seed) {
+  namespace hopper = fenwick::cuda::hopper;
+  Problem p(given, seed);
+  const fenwick::Inputs in = p.Inputs();
+  if (!hopper::ForwardFits(in, {}, Device())) {
+    std::printf("%-28s refused by the plan\n", given.name.c_str());
+    return false;
+  }
+  const std::size_t bytes = hopper::ForwardWorkspaceBytes(in, {}, Device());
+  Buffer workspace(bytes);
+  fenwick::Context context;
+  context.device = fenwick::Device::kCUDA;
+  context.workspace = workspace.data();
+  context.workspace_bytes = bytes;
+  const auto forward = [&] { hopper::Forward(in, p.Output(), {}, context, Device()); };
+  forward();
+  Check(cudaDeviceSynchronize(), "forward");
+  const Errors errors = CheckOutput(p, repeats > 0 ? 48 : 1 << 30);
+  const bool good = errors.all <= 5e-3 && errors.worst_head <= 8e-3;
+  std::printf("%-28s error %.2e worst head %.2e workspace %.3f GiB %s", given.name.c_str(),
+              errors.all, errors.worst_head, static_cast<double>(bytes) / (1 << 30),
+              good ? "ok" : "WRONG");
+  if (repeats > 0) std::printf("  forward %.4f ms", MedianMilliseconds(forward, repeats));
+  std::printf("\n");
+  std::fflush(stdout);
+  return good;
+}
+
+std::vector<Case> CheckCases() {
+  std::vector<Case> cases;
+  const auto add = [&](Case c) { cases.push_back(std::move(c)); };
+  add({.name = "plain", .T = 1024});
+  add({.name = "one token", .T = 1});
+  add({.name = "one chunk", .T = 128});
+  add({.name = "ragged 200", .T = 200});
+  add({.name = "ragged 1000", .T = 1000, .H = 3});
+  add({.name = "ragged 4001", .B = 1, .T = 4001, .H = 4});
+  add({.name = "resets", .T = 700, .gates = Gates::kResets});
+  add({.name = "strong decay", .T = 700, .gates = Gates::kStrong});
+  add({.name = "no decay", .T = 1500, .gates = Gates::kNone});
+  add({.name = "key 64", .T = 900, .K = 64});
+  add({.name = "key 32 value 32", .T = 900, .K = 32, .V = 32});
+  add({.name = "key 256", .T = 900, .K = 256});
+  add({.name = "value 128", .T = 900, .V = 128});
+  add({.name = "key 96 value 104", .T = 900, .K = 96, .V = 104});
+  add({.name = "key 256 value 128", .T = 900, .K = 256, .V = 128});
+  add({.name = "G = H = 4 odd levels", .T = 900, .G = 4, .H = 4, .L = 13});
+  add({.name = "G 2 H 6 L 33", .T = 900, .G = 2, .H = 6, .L = 33});
+  add({.name = "levels f32", .T = 900, .H = 5, .scales_f32 = true});
+  add({.name = "saturate 3", .T = 900, .L = 3, .saturate = true});
+  add({.name = "saturate 9", .T = 900, .L = 9, .saturate = true});
+  add({.name = "float16", .T = 900, .dtype = DType::kFloat16});
+  add({.name = "float16 levels f32", .T = 900, .dtype = DType::kFloat16, .scales_f32 = true});
+  add({.name = "packed", .H = 4, .packed = {1, 0, 127, 128, 129, 0, 700, 64, 2000, 3}});
+  add({.name = "packed key 64", .H = 4, .K = 64, .packed = {300, 77, 1100}});
+  add({.name = "scale", .T = 300, .scale = 0.37f});
+  return cases;
+}
+
+std::vector<Case> TimeCases() {
+  std::vector<Case> cases;
+  for (int t : {2048, 8191, 8192, 32768, 131072}) {
+    cases.push_back({.name = "H 48 K 128 V 64 T " + std::to_string(t), .T = t, .H = 48, .L = 18});
+  }
+  for (int t : {8192, 32768}) {
+    cases.push_back({.name = "H = G 16 K 128 V 128 T " + std::to_string(t),
+                     .T = t,
+                     .G = 16,
+                     .H = 16,
+                     .V = 128});
+  }
+  cases.push_back(
+      {.name = "packed 32768", .H = 48, .packed = {8192, 100, 4000, 1, 2000, 12000, 475, 6000}});
+  return cases;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "check";
+  const std::string only = argc > 2 ? argv[2] : "";
+  std::uint32_t seed = std::random_device{}() & 0xffffff;
+  std::printf("seed %u\n", seed);
+  bool good = true;
+  for (const Case& c : mode == "check" ? CheckCases() : TimeCases()) {
+    if (c.name.find(only) == std::string::npos) continue;
+    try {
+      good &= RunCase(c, mode == "check" ? 0 : 21, seed);
+    } catch (const std::exception& e) {
+      std::printf("%-28s %s\n", c.name.c_str(), e.what());
+      return 1;
+    }
+  }
+  return good ? 0 : 1;
+}

@@ -1,0 +1,46 @@
+// Sizes that the scalar-gate kernels for Hopper are built from, and why.
+#pragma once
+
+namespace fenwick::cuda::hopper {
+
+// Tokens in a chunk. Two 64-row wgmma tiles: one for each consumer warpgroup. 64 would double the
+// states, which set the memory traffic; 256 would double the work below the diagonal.
+inline constexpr int kChunk = 128;
+inline constexpr int kLogChunk = 7;
+
+// Levels whose sources lie inside a chunk: 0 .. kLogChunk.
+inline constexpr int kLocalLevels = kLogChunk + 1;
+
+// Columns of V handled at once; wider values are independent value tiles, narrower ones are padded
+// with zeros by the copy engine.
+inline constexpr int kValueTile = 64;
+
+// Left nodes that a chunk can read: sequences up to 2^16 chunks (8M tokens).
+inline constexpr int kMaxNodes = 16;
+
+// Levels that level_scales may have: a tile of 128 tokens of them passes through shared memory.
+inline constexpr int kMaxLevels = 96;
+
+// Chunks in a segment, at most 2^kMaxLogSegment: one block merges a segment's tree in registers, a
+// pending fp32 tile (32 registers) for each of its levels.
+inline constexpr int kMaxLogSegment = 4;
+
+// Levels of the tree over segments. The plan shortens segments only while there are few of them.
+inline constexpr int kMaxSegmentLevels = kMaxNodes - kMaxLogSegment;
+
+// Heads x value tiles that one output block serves at most. More blocks of fewer heads balance
+// better (chunks differ in the nodes they read); 16 was fastest of 6..48 at T = 8K and 32K.
+inline constexpr int kMaxTilesPerBlock = 16;
+inline constexpr int kMaxHeadsPerBlock = kMaxTilesPerBlock;
+
+// A log2 decay below this is a reset: 2^-200 times anything representable is flushed to zero, and
+// sums of 128 such values keep steps of 2^-9 (g = -inf included).
+inline constexpr float kMinLog2Decay = -200.0f;
+
+// Workspace the forward aims at before it runs the heads in groups.
+inline constexpr unsigned long long kForwardWorkspaceTarget = 3ull << 30;
+
+// Threads of a warpgroup.
+inline constexpr int kWarpgroup = 128;
+
+}  // namespace fenwick::cuda::hopper

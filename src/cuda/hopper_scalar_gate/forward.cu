@@ -1,0 +1,116 @@
+// The forward of the scalar gate on Hopper: plan, tables, tensor maps, and the passes for one head
+// group after another.
+#include <algorithm>
+
+#include "cuda/hopper.h"
+#include "cuda/hopper_scalar_gate/kernels.h"
+#include "cuda/hopper_scalar_gate/plan.h"
+#include "cuda/launch.h"
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/tensor_map.h"
+
+namespace fenwick::cuda::hopper {
+namespace {
+
+template <typename T>
+void CopyToDevice(void* to, const std::vector<T>& from, cudaStream_t stream) {
+  Check(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
+        "copy of the packed batch's tables");
+}
+
+template <typename Element>
+void LaunchForward(const ForwardParams& params, DType scales, const ForwardMaps& maps,
+                   cudaStream_t stream) {
+  LaunchStates<Element>(params, scales, maps, stream);
+  switch (params.key_size) {
+    case 64: return LaunchOutput<Element, 64>(params, maps, stream);
+    case 128: return LaunchOutput<Element, 128>(params, maps, stream);
+    case 256: return LaunchOutput<Element, 256>(params, maps, stream);
+  }
+}
+
+ForwardParams MakeParams(const ForwardPlan& plan, const Inputs& inputs, const TensorView& o,
+                         char* workspace) {
+  ForwardParams p;
+  p.layout = plan.layout;
+  p.heads_per_group = static_cast<int>(inputs.v.size(2) / inputs.q.size(2));
+  p.key_size = plan.key_size;
+  p.value_size = static_cast<int>(inputs.v.size(3));
+  p.value_tiles = plan.value_tiles;
+  p.levels = static_cast<int>(inputs.level_scales.size(3));
+  p.weight_rows = plan.weight_rows;
+  p.heads_per_block = plan.heads_per_block;
+  p.scale = static_cast<float>(inputs.scale);
+  p.g = static_cast<const float*>(inputs.g.data);
+  p.g_batch_stride = inputs.g.stride(0);
+  p.g_token_stride = inputs.g.stride(1);
+  p.level_scales = inputs.level_scales.data;
+  p.scales_batch_stride = inputs.level_scales.stride(0);
+  p.scales_token_stride = inputs.level_scales.stride(1);
+  p.scales_head_stride = inputs.level_scales.stride(2);
+  p.o = o.data;
+  p.o_mapped = CanMapTensor(o);
+  p.o_batch_stride = o.stride(0);
+  p.o_token_stride = o.stride(1);
+  p.o_head_stride = o.stride(2);
+  const ForwardWorkspace& w = plan.workspace;
+  p.local_decay = reinterpret_cast<float*>(workspace + w.local_decay);
+  p.decay_to_end = workspace + w.decay_to_end;
+  p.weights = reinterpret_cast<__nv_bfloat16*>(workspace + w.weights);
+  p.node_states = workspace + w.node_states;
+  p.node_decay = reinterpret_cast<float*>(workspace + w.node_decay);
+  p.segment_states = reinterpret_cast<float*>(workspace + w.segment_states);
+  p.segment_decay = reinterpret_cast<float*>(workspace + w.segment_decay);
+  return p;
+}
+
+}  // namespace
+
+bool ForwardFits(const Inputs& inputs, const StateView& final_state, const DeviceTraits& device) {
+  return device.major == 9 && device.minor == 0 &&
+         MakeForwardPlan(inputs, final_state, device.multiprocessors).has_value();
+}
+
+std::size_t ForwardWorkspaceBytes(const Inputs& inputs, const StateView& final_state,
+                                  const DeviceTraits& device) {
+  return MakeForwardPlan(inputs, final_state, device.multiprocessors).value().workspace.bytes;
+}
+
+void Forward(const Inputs& inputs, const TensorView& o, const StateView& final_state,
+             const Context& context, const DeviceTraits& device) {
+  const ForwardPlan plan = MakeForwardPlan(inputs, final_state, device.multiprocessors).value();
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  char* workspace = static_cast<char*>(context.workspace);
+  ForwardParams params = MakeParams(plan, inputs, o, workspace);
+  if (!inputs.cu_seqlens.empty()) {
+    const PackedTables tables = MakePackedTables(inputs.cu_seqlens, plan.layout.log_segment);
+    char* sequences = workspace + plan.workspace.sequences;
+    char* of_chunk = workspace + plan.workspace.sequence_of_chunk;
+    char* of_segment = workspace + plan.workspace.sequence_of_segment;
+    CopyToDevice(sequences, tables.sequences, stream);
+    CopyToDevice(of_chunk, tables.sequence_of_chunk, stream);
+    CopyToDevice(of_segment, tables.sequence_of_segment, stream);
+    params.layout.sequences = reinterpret_cast<const Sequence*>(sequences);
+    params.layout.sequence_of_chunk = reinterpret_cast<const int*>(of_chunk);
+    params.layout.sequence_of_segment = reinterpret_cast<const int*>(of_segment);
+  }
+  ForwardMaps maps{};
+  maps.q = MapTensor(inputs.q, kChunk);
+  maps.k = MapTensor(inputs.k, kChunk);
+  maps.v = MapTensor(inputs.v, kChunk);
+  if (params.o_mapped) maps.o = MapTensor(o, 16);
+
+  const int heads = static_cast<int>(inputs.v.size(2));
+  for (int head = 0; head < heads; head += plan.heads_per_pass) {
+    params.head_begin = head;
+    params.num_heads = std::min(plan.heads_per_pass, heads - head);
+    const DType scales = inputs.level_scales.dtype;
+    if (inputs.q.dtype == DType::kBFloat16) {
+      LaunchForward<BFloat16>(params, scales, maps, stream);
+    } else {
+      LaunchForward<Float16>(params, scales, maps, stream);
+    }
+  }
+}
+
+}  // namespace fenwick::cuda::hopper

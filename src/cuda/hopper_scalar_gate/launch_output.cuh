@@ -1,0 +1,22 @@
+// Launch of pass 2.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/hopper_scalar_gate/kernels.h"
+#include "cuda/hopper_scalar_gate/output.cuh"
+#include "cuda/launch.h"
+
+namespace fenwick::cuda::hopper {
+
+template <typename Element, int kKeySize>
+void LaunchOutput(const ForwardParams& p, const ForwardMaps& maps, cudaStream_t stream) {
+  const int heads_in_group = std::min(p.heads_per_group, p.num_heads);
+  const std::int64_t runs =
+      (heads_in_group + p.heads_per_block - 1) / p.heads_per_block * (p.num_heads / heads_in_group);
+  LaunchDependent("output", OutputKernel<Element, kKeySize>, runs * p.layout.num_chunks,
+                  kOutputThreads, OutputShape<kKeySize>::kSharedBytes, stream, maps.q, maps.k,
+                  maps.v, maps.o, p);
+}
+
+}  // namespace fenwick::cuda::hopper

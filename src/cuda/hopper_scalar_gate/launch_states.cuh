@@ -1,0 +1,54 @@
+// Launches of passes 0, 1 and 1b.
+#pragma once
+
+#include "cuda/hopper_scalar_gate/chunk_states.cuh"
+#include "cuda/hopper_scalar_gate/decays.cuh"
+#include "cuda/hopper_scalar_gate/kernels.h"
+#include "cuda/hopper_scalar_gate/segment_tree.cuh"
+#include "cuda/hopper_scalar_gate/weights.cuh"
+#include "cuda/launch.h"
+
+namespace fenwick::cuda::hopper {
+
+template <typename Scale>
+void LaunchWeights(const ForwardParams& p, cudaStream_t stream) {
+  const std::int64_t blocks_per_chunk =
+      (p.num_heads + WeightHeads<Scale>() - 1) / WeightHeads<Scale>();
+  LaunchDependent("weights", WeightsKernel<Scale>, p.layout.num_chunks * blocks_per_chunk,
+                  kWeightThreads, kChunk * ScalesPitch(p.levels), stream, p);
+}
+
+template <typename Element, int kWarpgroups>
+void LaunchChunkStates(const ForwardParams& p, const ForwardMaps& maps, cudaStream_t stream) {
+  using Shape = ChunkStatesShape<kWarpgroups>;
+  const std::int64_t blocks = std::int64_t{p.layout.num_segments} * p.num_heads * p.value_tiles *
+                              (p.key_size / Shape::kRows);
+  LaunchDependent("chunk states", ChunkStatesKernel<Element, kWarpgroups>, blocks, Shape::kThreads,
+                  Shape::kSharedBytes, stream, maps.k, maps.v, p);
+}
+
+template <typename Element>
+void LaunchStates(const ForwardParams& p, DType scales, const ForwardMaps& maps,
+                  cudaStream_t stream) {
+  const std::int64_t octets = (p.num_heads + kDecayHeads - 1) / kDecayHeads;
+  LaunchDependent("decays", DecaysKernel<Element>, p.layout.num_chunks * octets, kDecayThreads, 0,
+                  stream, p);
+  if (p.key_size == 64) {
+    LaunchChunkStates<Element, 1>(p, maps, stream);
+  } else {
+    LaunchChunkStates<Element, 2>(p, maps, stream);
+  }
+  if (p.layout.num_segments > p.layout.num_sequences) {  // otherwise there is no tree above
+    const std::int64_t threads = std::int64_t{p.value_tiles} * p.key_size * kValueTile / 2;
+    LaunchDependent("segment tree", SegmentTreeKernel<Element>,
+                    threads / kTreeThreads * p.num_heads * p.layout.num_sequences, kTreeThreads, 0,
+                    stream, p);
+  }
+  if (scales == DType::kFloat32) {
+    LaunchWeights<float>(p, stream);
+  } else {
+    LaunchWeights<typename Element::Storage>(p, stream);
+  }
+}
+
+}  // namespace fenwick::cuda::hopper

@@ -1,0 +1,5 @@
+#include "cuda/hopper_scalar_gate/launch_output.cuh"
+
+namespace fenwick::cuda::hopper {
+template void LaunchOutput<BFloat16, 64>(const ForwardParams&, const ForwardMaps&, cudaStream_t);
+}  // namespace fenwick::cuda::hopper

@@ -1,0 +1,167 @@
+#include "cuda/hopper_scalar_gate/plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <climits>
+
+#include "cuda/tile/mappable.h"
+
+namespace fenwick::cuda::hopper {
+namespace {
+
+constexpr std::int64_t DivideUp(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// Chunks and segments of the sequences; false where they pass what kernels count.
+bool CutSequences(const Inputs& inputs, int log_segment, ForwardPlan& plan) {
+  std::int64_t chunks = 0, segments = 0, longest = 0, sequences = 0;
+  const auto add = [&](std::int64_t tokens, std::int64_t times) {
+    if (tokens == 0) return;
+    const std::int64_t c = DivideUp(tokens, kChunk);
+    chunks += times * c;
+    segments += times * DivideUp(c, std::int64_t{1} << log_segment);
+    longest = std::max(longest, c);
+    sequences += times;
+  };
+  const bool packed = !inputs.cu_seqlens.empty();
+  if (packed) {
+    for (std::size_t n = 0; n + 1 < inputs.cu_seqlens.size(); ++n) {
+      add(inputs.cu_seqlens[n + 1] - inputs.cu_seqlens[n], 1);
+    }
+  } else {
+    add(inputs.q.size(1), inputs.q.size(0));
+  }
+  if (sequences == 0 || longest > std::int64_t{1} << kMaxNodes || chunks > INT_MAX / 64) {
+    return false;
+  }
+  Layout& layout = plan.layout;
+  layout = Layout{};
+  layout.num_sequences = static_cast<int>(sequences);
+  layout.num_chunks = static_cast<int>(chunks);
+  layout.num_segments = static_cast<int>(segments);
+  layout.log_segment = log_segment;
+  plan.weight_rows = kLocalLevels + std::bit_width(static_cast<std::uint64_t>(longest - 1));
+  if (!packed) {
+    layout.length = static_cast<int>(inputs.q.size(1));
+    layout.chunks_per_sequence = static_cast<int>(longest);
+    layout.segments_per_sequence = static_cast<int>(segments / sequences);
+  }
+  return true;
+}
+
+ForwardWorkspace PlaceWorkspace(const ForwardPlan& plan, bool packed, int heads) {
+  ForwardWorkspace w;
+  const auto place = [&w](std::size_t& offset, std::size_t bytes) {
+    offset = w.bytes;
+    w.bytes += (bytes + 255) / 256 * 256;
+  };
+  const std::size_t chunks = static_cast<std::size_t>(plan.layout.num_chunks) * heads;
+  const std::size_t segments = static_cast<std::size_t>(plan.layout.num_segments) * heads;
+  const std::size_t state = static_cast<std::size_t>(plan.value_tiles) * plan.key_size * kValueTile;
+  if (packed) {
+    place(w.sequences, sizeof(Sequence) * plan.layout.num_sequences);
+    place(w.sequence_of_chunk, sizeof(int) * plan.layout.num_chunks);
+    place(w.sequence_of_segment, sizeof(int) * plan.layout.num_segments);
+  }
+  place(w.local_decay, chunks * 2 * kChunk * 4);
+  place(w.decay_to_end, chunks * kDecayToEndBytes);
+  place(w.weights, chunks * plan.weight_rows * kChunk * 2);
+  place(w.node_states, chunks * state * 2);
+  place(w.node_decay, chunks * 4);
+  place(w.segment_states, segments * state * 4);
+  place(w.segment_decay, segments * 4);
+  return w;
+}
+
+// Heads of one output block: fewest waves of blocks, each costing its heads plus a fixed part
+// (loading q and k, their scores, filling the pipeline) worth about 1.5 heads, as measured.
+int ChooseHeadsPerBlock(int heads_in_group, int groups, int chunks, int value_tiles,
+                        int multiprocessors) {
+  int best = 1;
+  double best_cost = 0;
+  const int most = std::max(1, std::min(heads_in_group, kMaxTilesPerBlock / value_tiles));
+  for (int heads = 1; heads <= most; ++heads) {
+    const std::int64_t blocks = DivideUp(heads_in_group, heads) * groups * chunks;
+    const double cost =
+        static_cast<double>(DivideUp(blocks, multiprocessors)) * (heads * value_tiles + 1.5);
+    if (heads == 1 || cost <= best_cost) best = heads, best_cost = cost;
+  }
+  return best;
+}
+
+}  // namespace
+
+std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView& final_state,
+                                           int multiprocessors) {
+  if (inputs.transition != Transition::kScalarGate || inputs.initial_state.given() ||
+      final_state.given()) {
+    return std::nullopt;
+  }
+  if (inputs.q.dtype != DType::kBFloat16 && inputs.q.dtype != DType::kFloat16) return std::nullopt;
+  const std::int64_t key_size = inputs.q.size(3), value_size = inputs.v.size(3);
+  if (key_size > 256 || inputs.level_scales.size(3) > kMaxLevels) return std::nullopt;
+  for (const TensorView* view : {&inputs.q, &inputs.k, &inputs.v}) {
+    if (!CanMapTensor(*view)) return std::nullopt;
+  }
+
+  ForwardPlan plan;
+  plan.key_size = key_size <= 64 ? 64 : key_size <= 128 ? 128 : 256;
+  plan.value_tiles = static_cast<int>(DivideUp(value_size, kValueTile));
+  const int heads = static_cast<int>(inputs.v.size(2));
+  const int groups = static_cast<int>(inputs.q.size(2));
+  const int heads_in_group = heads / groups;
+  const bool packed = !inputs.cu_seqlens.empty();
+
+  // The longest segments that still give every multiprocessor several blocks.
+  const std::int64_t blocks_per_segment =
+      std::int64_t{heads} * plan.value_tiles * DivideUp(plan.key_size, 128);
+  for (int log_segment = kMaxLogSegment; log_segment >= 2; --log_segment) {
+    if (!CutSequences(inputs, log_segment, plan)) return std::nullopt;
+    if (plan.layout.num_segments * blocks_per_segment >= 2 * multiprocessors) break;
+  }
+  // Heads in a pass: whole q/k groups, or an equal part of one.
+  const auto fits = [&](int count) {
+    return PlaceWorkspace(plan, packed, count).bytes <= kForwardWorkspaceTarget;
+  };
+  plan.heads_per_pass = 1;
+  for (int count = 1; count <= heads_in_group; ++count) {
+    if (heads_in_group % count == 0 && fits(count)) plan.heads_per_pass = count;
+  }
+  if (plan.heads_per_pass == heads_in_group) {
+    for (int g = 1; g <= groups; ++g) {
+      if (fits(g * heads_in_group)) plan.heads_per_pass = g * heads_in_group;
+    }
+  }
+  plan.workspace = PlaceWorkspace(plan, packed, plan.heads_per_pass);
+  const int heads_together = std::min(heads_in_group, plan.heads_per_pass);
+  plan.heads_per_block =
+      ChooseHeadsPerBlock(heads_together, plan.heads_per_pass / heads_together,
+                          plan.layout.num_chunks, plan.value_tiles, multiprocessors);
+
+  // Grids: everything runs along x.
+  const std::int64_t tree_blocks = std::int64_t{plan.value_tiles} * plan.key_size * kValueTile /
+                                   256 * plan.heads_per_pass * plan.layout.num_sequences;
+  if (plan.layout.num_segments * blocks_per_segment > INT_MAX || tree_blocks > INT_MAX ||
+      std::int64_t{plan.layout.num_chunks} * heads > INT_MAX) {
+    return std::nullopt;
+  }
+  return plan;
+}
+
+PackedTables MakePackedTables(std::span<const std::int64_t> cu_seqlens, int log_segment) {
+  PackedTables tables;
+  for (std::size_t n = 0; n + 1 < cu_seqlens.size(); ++n) {
+    const std::int64_t length = cu_seqlens[n + 1] - cu_seqlens[n];
+    if (length == 0) continue;
+    const int index = static_cast<int>(tables.sequences.size());
+    tables.sequences.push_back({static_cast<int>(cu_seqlens[n]), static_cast<int>(length),
+                                static_cast<int>(tables.sequence_of_chunk.size()),
+                                static_cast<int>(tables.sequence_of_segment.size())});
+    const std::int64_t chunks = DivideUp(length, kChunk);
+    tables.sequence_of_chunk.insert(tables.sequence_of_chunk.end(), chunks, index);
+    tables.sequence_of_segment.insert(tables.sequence_of_segment.end(),
+                                      DivideUp(chunks, std::int64_t{1} << log_segment), index);
+  }
+  return tables;
+}
+
+}  // namespace fenwick::cuda::hopper
