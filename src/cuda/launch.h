@@ -16,6 +16,18 @@ inline void Check(cudaError_t status, const char* what) {
   throw Error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));
 }
 
+#if defined(FENWICK_EMULATE)
+// tests/cuda/emulator: the same launches on the host.
+template <typename... Parameters, typename... Arguments>
+void Launch(const char* /*name*/, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
+            std::size_t shared_bytes, cudaStream_t /*stream*/, Arguments&&... arguments) {
+  emulator::Run(blocks, threads, shared_bytes, [&] { kernel(Parameters(arguments)...); });
+}
+
+inline void ZeroAsync(void* data, std::size_t bytes, cudaStream_t /*stream*/) {
+  if (bytes > 0) std::memset(data, 0, bytes);
+}
+#else
 // Launches `kernel` on a one-dimensional grid (x is the only axis without the 65,535 limit).
 // No blocks: nothing to do. dependent: blocks may start before the stream's previous kernel ends.
 template <typename... Parameters, typename... Arguments>
@@ -65,5 +77,10 @@ void LaunchDependent(const char* name, void (*kernel)(Parameters...), std::int64
   LaunchGrid(true, name, kernel, blocks, threads, shared_bytes, stream,
              std::forward<Arguments>(arguments)...);
 }
+
+inline void ZeroAsync(void* data, std::size_t bytes, cudaStream_t stream) {
+  if (bytes > 0) Check(cudaMemsetAsync(data, 0, bytes, stream), "cudaMemsetAsync");
+}
+#endif
 
 }  // namespace fenwick::cuda

@@ -1,0 +1,68 @@
+// The general CUDA kernels on the emulator against the float64 reference: small shapes that touch
+// every branch. The property tests run the same kernels on a real device where there is one.
+#include <gtest/gtest.h>
+
+#include "support/problem.h"
+#include "support/testing.h"
+
+namespace fenwick {
+namespace {
+
+using support::ProblemSpec;
+using testing::ExpectClose;
+using testing::NextSeed;
+
+ProblemSpec Spec(Transition transition, DType dtype) {
+  ProblemSpec spec;
+  spec.transition = transition;
+  spec.options.device = Device::kCUDA;
+  spec.options.dtype = dtype;
+  const DType wide = spec.options.wide_dtype();
+  spec.options.beta_dtype = wide;
+  spec.options.scales_dtype = wide;
+  return spec;
+}
+
+class Emulated : public ::testing::TestWithParam<Transition> {};
+
+TEST_P(Emulated, ManyChunks) {
+  for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kBFloat16}) {
+    ProblemSpec spec = Spec(GetParam(), dtype);
+    spec.B = 1, spec.T = 64 * 9 + 5, spec.G = 1, spec.H = 2, spec.K = 20, spec.V = 12;
+    const auto problem = support::RandomProblem(spec, NextSeed());
+    SCOPED_TRACE(support::Describe(spec));
+    ExpectClose(support::CheckForward(problem));
+    ExpectClose(support::CheckBackward(problem));
+  }
+}
+
+TEST_P(Emulated, RaggedPackedWithStates) {
+  for (const DType dtype : {DType::kFloat64, DType::kFloat16}) {
+    ProblemSpec spec = Spec(GetParam(), dtype);
+    spec.lengths = {0, 70, 1, 0, 200};
+    spec.state_tokens = {300, 130, 64, 0, 500};
+    spec.G = 1, spec.H = 1, spec.K = 70, spec.V = 66;
+    spec.gate = support::Gate::kReset;
+    spec.scale = 0.5, spec.d_final_state = true;
+    const auto problem = support::RandomProblem(spec, NextSeed());
+    SCOPED_TRACE(support::Describe(spec));
+    ExpectClose(support::CheckForward(problem));
+    ExpectClose(support::CheckBackward(problem));
+  }
+}
+
+TEST_P(Emulated, Saturates) {
+  ProblemSpec spec = Spec(GetParam(), DType::kFloat64);
+  spec.T = 300, spec.K = 8, spec.V = 8, spec.L = 9, spec.saturate = true;
+  spec.state_tokens = {64 * 13 + 100}, spec.d_final_state = true;
+  const auto problem = support::RandomProblem(spec, NextSeed());
+  SCOPED_TRACE(support::Describe(spec));
+  ExpectClose(support::CheckForward(problem));
+  ExpectClose(support::CheckBackward(problem));
+}
+
+INSTANTIATE_TEST_SUITE_P(Transitions, Emulated,
+                         ::testing::Values(Transition::kScalarGate));
+
+}  // namespace
+}  // namespace fenwick
