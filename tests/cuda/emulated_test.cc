@@ -61,6 +61,24 @@ TEST_P(Emulated, Saturates) {
   ExpectClose(support::CheckBackward(problem));
 }
 
+// Steps across folds of the ring, several tokens at a time too, against one call of the reference.
+TEST_P(Emulated, Steps) {
+  for (const bool saturate : {false, true}) {
+    for (const DType dtype : {DType::kFloat64, DType::kBFloat16}) {
+      ProblemSpec spec = Spec(GetParam(), dtype);
+      spec.B = 2, spec.T = 100, spec.G = 1, spec.H = 2, spec.K = 10, spec.V = 20;
+      spec.state_tokens = {64 * 7 + 60, 64 * 3};
+      spec.saturate = saturate;
+      if (saturate) spec.L = 9;
+      const auto problem = support::RandomProblem(spec, NextSeed());
+      SCOPED_TRACE(support::Describe(spec));
+      const reference::Result result =
+          support::RunSteps(problem.arguments, {1, 1, 40, 57, 1}, spec.options);
+      ExpectClose(support::Compare(problem, result, reference::Forward(problem.arguments)));
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Transitions, Emulated,
                          ::testing::Values(Transition::kScalarGate));
 

@@ -25,4 +25,7 @@ void ScalarBackward(const Inputs& inputs, const TensorView& d_o,
                     const StateGradView& d_final_state, const Gradients& gradients,
                     const Context& context);
 
+template <typename T>
+void ScalarStep(const Inputs& inputs, const TensorView& o, const Context& context);
+
 }  // namespace fenwick::cuda::general

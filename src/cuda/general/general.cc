@@ -44,4 +44,12 @@ void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& 
   });
 }
 
+void Step(const Inputs& inputs, const TensorView& o, const Context& context) {
+  if (inputs.q.dtype == DType::kFloat64) {
+    ScalarStep<double>(inputs, o, context);
+  } else {
+    ScalarStep<float>(inputs, o, context);
+  }
+}
+
 }  // namespace fenwick::cuda::general
