@@ -80,7 +80,7 @@ TEST_P(Emulated, Steps) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Transitions, Emulated,
-                         ::testing::Values(Transition::kScalarGate));
+                         ::testing::Values(Transition::kScalarGate, Transition::kGatedDelta));
 
 }  // namespace
 }  // namespace fenwick

@@ -25,6 +25,22 @@ void ScalarBackward(const Inputs& inputs, const TensorView& d_o,
                     const StateGradView& d_final_state, const Gradients& gradients,
                     const Context& context);
 
+template <typename Math>
+std::size_t DeltaForwardBytes(const Inputs& inputs, const StateView& final_state);
+template <typename Math>
+void DeltaForward(const Inputs& inputs, const TensorView& o, const StateView& final_state,
+                  const Context& context);
+
+template <typename Math>
+std::size_t DeltaBackwardBytes(const Inputs& inputs, const StateGradView& d_final_state);
+template <typename Math>
+void DeltaBackward(const Inputs& inputs, const TensorView& d_o,
+                   const StateGradView& d_final_state, const Gradients& gradients,
+                   const Context& context);
+
+template <typename T>
+void DeltaStep(const Inputs& inputs, const TensorView& o, const Context& context);
+
 template <typename T>
 void ScalarStep(const Inputs& inputs, const TensorView& o, const Context& context);
 

@@ -17,38 +17,59 @@ auto WithMath(DType dtype, F&& f) {
   }
 }
 
+bool IsDelta(const Inputs& inputs) { return inputs.transition == Transition::kGatedDelta; }
+
 }  // namespace
 
 std::size_t ForwardWorkspaceBytes(const Inputs& inputs, const StateView& final_state) {
-  return WithMath(inputs.q.dtype,
-                  [&]<typename Math>() { return ScalarForwardBytes<Math>(inputs); });
+  return WithMath(inputs.q.dtype, [&]<typename Math>() {
+    return IsDelta(inputs) ? DeltaForwardBytes<Math>(inputs, final_state)
+                           : ScalarForwardBytes<Math>(inputs);
+  });
 }
 
 void Forward(const Inputs& inputs, const TensorView& o, const StateView& final_state,
              const Context& context) {
   WithMath(inputs.q.dtype, [&]<typename Math>() {
-    ScalarForward<Math>(inputs, o, final_state, context);
+    if (IsDelta(inputs)) {
+      DeltaForward<Math>(inputs, o, final_state, context);
+    } else {
+      ScalarForward<Math>(inputs, o, final_state, context);
+    }
   });
 }
 
 std::size_t BackwardWorkspaceBytes(const Inputs& inputs, const StateGradView& d_final_state,
-                                   const Gradients& gradients) {
-  return WithMath(inputs.q.dtype,
-                  [&]<typename Math>() { return ScalarBackwardBytes<Math>(inputs); });
+                                   const Gradients& /*gradients*/) {
+  return WithMath(inputs.q.dtype, [&]<typename Math>() {
+    return IsDelta(inputs) ? DeltaBackwardBytes<Math>(inputs, d_final_state)
+                           : ScalarBackwardBytes<Math>(inputs);
+  });
 }
 
 void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
               const Gradients& gradients, const Context& context) {
   WithMath(inputs.q.dtype, [&]<typename Math>() {
-    ScalarBackward<Math>(inputs, d_o, d_final_state, gradients, context);
+    if (IsDelta(inputs)) {
+      DeltaBackward<Math>(inputs, d_o, d_final_state, gradients, context);
+    } else {
+      ScalarBackward<Math>(inputs, d_o, d_final_state, gradients, context);
+    }
   });
 }
 
 void Step(const Inputs& inputs, const TensorView& o, const Context& context) {
+  const auto step = [&]<typename T>() {
+    if (IsDelta(inputs)) {
+      DeltaStep<T>(inputs, o, context);
+    } else {
+      ScalarStep<T>(inputs, o, context);
+    }
+  };
   if (inputs.q.dtype == DType::kFloat64) {
-    ScalarStep<double>(inputs, o, context);
+    step.template operator()<double>();
   } else {
-    ScalarStep<float>(inputs, o, context);
+    step.template operator()<float>();
   }
 }
 

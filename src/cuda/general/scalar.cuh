@@ -69,23 +69,6 @@ __device__ inline void ForEachRead(const Problem& problem, const Span& span, std
   });
 }
 
-// level_scales of a chunk's rows for the levels inside the chunk; rows that are no query read 0.
-template <typename T>
-struct ChunkLevels {
-  static constexpr int kLevels = 7;  // bit_width of 0 .. 63
-  T x[kChunk][kLevels];
-
-  __device__ void Load(const Problem& problem, const ChunkAt& chunk, int head) {
-    for (int i = threadIdx.x; i < kChunk * kLevels; i += blockDim.x) {
-      const int row = i / kLevels, level = i % kLevels;
-      x[row][level] =
-          LoadToken<T>(problem.level_scales, chunk.span, chunk.first_row() + row, head,
-                       level < problem.L ? level : problem.L - 1);
-    }
-  }
-  __device__ T At(int t, int s) const { return x[t][Level(t, s)]; }
-};
-
 // scale[t] = problem.scale level_scales[t, level of node] exp(gap + a[t]); synchronise before use.
 template <typename T>
 __device__ inline void LoadReadScale(const Problem& problem, const ChunkAt& chunk, int h, int bit,

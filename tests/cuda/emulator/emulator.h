@@ -76,3 +76,4 @@ inline unsigned atomicAdd(unsigned* address, unsigned value) {
   return old;
 }
 inline int __ffsll(long long value) { return __builtin_ffsll(value); }
+inline int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
