@@ -5,7 +5,9 @@
 #include <cstring>
 #include <new>
 
+#include "core/layer_backend.h"
 #include "cuda/general.h"
+#include "cuda/layers/cuda_layers.h"
 #include "support/memory.h"
 
 namespace fenwick {
@@ -16,6 +18,17 @@ namespace general = cuda::general;
 constexpr Backend kEmulated = {general::Forward, general::Backward, general::Step,
                                general::ForwardWorkspaceBytes,
                                general::BackwardWorkspaceBytes};
+
+constexpr LayerBackend kEmulatedLayers = {
+    .causal_conv1d = cuda::CausalConv1d,
+    .causal_conv1d_backward = cuda::CausalConv1dBackward,
+    .gated_rms_norm = cuda::GatedRmsNorm,
+    .gated_rms_norm_backward = cuda::GatedRmsNormBackward,
+    .l2_norm = cuda::L2Norm,
+    .l2_norm_backward = cuda::L2NormBackward,
+    .causal_conv1d_backward_workspace_bytes = cuda::CausalConv1dBackwardWorkspaceBytes,
+    .gated_rms_norm_backward_workspace_bytes = cuda::GatedRmsNormBackwardWorkspaceBytes,
+};
 
 class EmulatedMemory : public support::Memory {
  public:
@@ -37,6 +50,7 @@ class EmulatedMemory : public support::Memory {
 }  // namespace
 
 const Backend* CudaBackend() { return &kEmulated; }
+const LayerBackend* CudaLayerBackend() { return &kEmulatedLayers; }
 
 namespace support {
 Memory& CudaMemory() {
