@@ -5,10 +5,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <bit>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -58,8 +58,8 @@ class Tensors {
       std::memcpy(&bits, &values[i], sizeof(bits));
       narrow[i] = static_cast<std::uint16_t>(bits >> 16);
     }
-    const void* from = dtype == DType::kBFloat16 ? static_cast<const void*>(narrow.data())
-                                                 : values.data();
+    const void* from =
+        dtype == DType::kBFloat16 ? static_cast<const void*>(narrow.data()) : values.data();
     for (std::int64_t i = 0; i < count; i += block) {
       const std::size_t bytes = std::min(block, count - i) * ElementSize(dtype);
       Check(cudaMemcpy(static_cast<char*>(view.data) + i * ElementSize(dtype), from, bytes,
@@ -148,11 +148,12 @@ void TimeCall(const Case& c, const char* kernels) {
   const int repeats = c.T > 40000 ? 3 : 9;
   const float forward = Median(repeats, [&] { Forward(inputs, o, {}, context); });
   const float backward = Median(repeats, [&] { Backward(inputs, d_o, {}, gradients, context); });
-  std::printf("%-11s %-8s B%lld T%-6lld G%lld H%lld K%lld V%lld  forward %8.3f ms  backward %8.3f ms"
-              "  workspace %.2f / %.2f GB\n",
-              Name(c), kernels, (long long)c.B, (long long)c.T, (long long)c.G, (long long)c.H,
-              (long long)c.K, (long long)c.V, forward, backward, forward_bytes * 1e-9,
-              backward_bytes * 1e-9);
+  std::printf(
+      "%-11s %-8s B%lld T%-6lld G%lld H%lld K%lld V%lld  forward %8.3f ms  backward %8.3f ms"
+      "  workspace %.2f / %.2f GB\n",
+      Name(c), kernels, (long long)c.B, (long long)c.T, (long long)c.G, (long long)c.H,
+      (long long)c.K, (long long)c.V, forward, backward, forward_bytes * 1e-9,
+      backward_bytes * 1e-9);
 }
 
 // One token for each of B sequences at position T, live states in memory: against the time that

@@ -1,5 +1,6 @@
 // The general CUDA kernels against the float64 reference on small shapes that touch every branch:
-// on the emulator (cuda_emulated_test), on a device and under compute-sanitizer (cuda_general_test).
+// on the emulator (cuda_emulated_test), on a device and under compute-sanitizer
+// (cuda_general_test).
 #include <gtest/gtest.h>
 
 #include "support/problem.h"

@@ -1,12 +1,11 @@
 // The layers on CUDA against the equations of fenwick/layers.h in float64, written out.
-#include "fenwick/layers.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <random>
 #include <vector>
 
+#include "fenwick/layers.h"
 #include "support/device_tensor.h"
 #include "support/problem.h"
 #include "support/testing.h"
@@ -38,7 +37,8 @@ Context RunOn(const support::Allocation& workspace) {
 }
 
 struct ConvCase {
-  std::vector<std::int64_t> offsets;  // of the sequences in B = 1; two entries: B = 3 of that length
+  std::vector<std::int64_t>
+      offsets;  // of the sequences in B = 1; two entries: B = 3 of that length
   std::int64_t channels, width;
   bool silu, state;
 };
@@ -106,8 +106,8 @@ void CheckConv(const ConvCase& test, DType dtype, double tolerance) {
                                       .weight = w_gradient.view(),
                                       .bias = b_gradient.view(),
                                       .initial_state = s_gradient.view()};
-  const support::Allocation workspace(
-      kDevice, CausalConv1dBackwardWorkspaceBytes(conv, gradients, kDevice));
+  const support::Allocation workspace(kDevice,
+                                      CausalConv1dBackwardWorkspaceBytes(conv, gradients, kDevice));
   CausalConv1dBackward(conv, dy_in.view(), gradients, RunOn(workspace));
   // The final state overwrites the initial one, as in decoding.
   CausalConv1d(conv, y_out.view(), state.view(), RunOn(workspace));
@@ -149,13 +149,14 @@ struct NormCase {
 };
 
 void CheckNorm(const NormCase& test, DType dtype, double tolerance) {
-  SCOPED_TRACE(::testing::Message() << "D" << test.sizes.back() << " gate" << test.gate
-                                    << " before" << test.norm_before_gate);
+  SCOPED_TRACE(::testing::Message() << "D" << test.sizes.back() << " gate" << test.gate << " before"
+                                    << test.norm_before_gate);
   std::mt19937_64 random(NextSeed());
   const std::int64_t D = test.sizes.back();
   const double eps = 1e-3;
   const Tensor x = Random(test.sizes, random), d_y = Random(test.sizes, random),
-               weight = Random({D}, random), gate = test.gate ? Random(test.sizes, random) : Tensor();
+               weight = Random({D}, random),
+               gate = test.gate ? Random(test.sizes, random) : Tensor();
   Tensor y(test.sizes), dx(test.sizes), d_gate, dw({D});
   if (test.gate) d_gate = Tensor(test.sizes);
   for (std::size_t row = 0; row < x.data.size(); row += D) {
@@ -190,7 +191,9 @@ void CheckNorm(const NormCase& test, DType dtype, double tolerance) {
     }
   }
   for (const Layout layout : {Layout::kContiguous, Layout::kRagged}) {
-    const auto in = [&](const Tensor& values) { return DeviceTensor(kDevice, dtype, values, layout); };
+    const auto in = [&](const Tensor& values) {
+      return DeviceTensor(kDevice, dtype, values, layout);
+    };
     const auto out = [&](const Tensor& like) {
       return like.given() ? DeviceTensor(kDevice, dtype, like.sizes, layout) : DeviceTensor();
     };

@@ -1,9 +1,10 @@
 // Plans and kernel selection: pure host code.
+#include "cuda/general/plan.h"
+
 #include <gtest/gtest.h>
 
 #include <vector>
 
-#include "cuda/general/plan.h"
 #include "cuda/select.h"
 
 namespace fenwick::cuda {

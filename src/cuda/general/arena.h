@@ -17,8 +17,8 @@ class Arena {
   T* Take(std::int64_t count) {
     constexpr std::size_t kAlignment = 256;
     T* piece = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
-    used_ += (static_cast<std::size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment *
-             kAlignment;
+    used_ +=
+        (static_cast<std::size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
     return piece;
   }
   std::size_t used() const { return used_; }

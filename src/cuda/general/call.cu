@@ -1,7 +1,6 @@
-#include "cuda/general/call.h"
-
 #include <algorithm>
 
+#include "cuda/general/call.h"
 #include "cuda/launch.h"
 
 namespace fenwick::cuda::general {
@@ -103,9 +102,8 @@ Problem MakeProblem(const Inputs& inputs, const Plan& plan, const Tables& tables
     problem.initial_nodes = plan.initial_slots > 0 ? state.nodes.data : nullptr;
     problem.initial_slots = plan.initial_slots;
   }
-  problem.top_slot = inputs.level_policy == LevelPolicy::kSaturate
-                         ? TopSlot(static_cast<int>(plan.L))
-                         : kNoTop;
+  problem.top_slot =
+      inputs.level_policy == LevelPolicy::kSaturate ? TopSlot(static_cast<int>(plan.L)) : kNoTop;
   problem.K = static_cast<int>(plan.K);
   problem.V = static_cast<int>(plan.V);
   problem.L = static_cast<int>(plan.L);

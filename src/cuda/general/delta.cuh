@@ -8,13 +8,14 @@
 //   o = (B . level_scales) V + (level_scales) Q~ S           every level alike
 //   state at the end:  M S + X,   M = exp(A) I - K~^T W,   X = K~^T U
 //
-// Across chunks the pairs (M, X) compose, so the Fenwick tree holds for each node the product Phi of
-// its chunks' M and its state S:
-//   Phi(bit + 1, end) = Phi(right) Phi(left)          S(bit + 1, end) = Phi(right) S(left) + S(right)
+// Across chunks the pairs (M, X) compose, so the Fenwick tree holds for each node the product Phi
+// of its chunks' M and its state S:
+//   Phi(bit + 1, end) = Phi(right) Phi(left)          S(bit + 1, end) = Phi(right) S(left) +
+//   S(right)
 // and a chunk reads the nodes e1, e2, ... (newest first) without carrying their states:
 //   o += level_scales Q^_i S_{e_i},   Q^_1 = Q~,   Q^_{i+1} = Q^_i Phi_{e_i}
-// All of it is products of matrices of one size, in parallel over chunks, and log2(chunks) deep; the
-// rounding of tf32 products thereby grows with the depth, not with the length.
+// All of it is products of matrices of one size, in parallel over chunks, and log2(chunks) deep;
+// the rounding of tf32 products thereby grows with the depth, not with the length.
 #pragma once
 
 #include "cuda/general/arena.h"
@@ -28,7 +29,7 @@ inline constexpr int kMaxBits = 48;
 // Matrices of all nodes, also of right children: node (bit, end) of a sequence.
 template <typename T>
 struct Pyramid {
-  T* data = nullptr;                  // [nodes, heads, K, K]
+  T* data = nullptr;                   // [nodes, heads, K, K]
   std::int64_t level_begin[kMaxBits];  // first node of each level
 
   __device__ T* Find(const Problem& problem, const Span& span, int head, int bit,
@@ -146,7 +147,8 @@ struct FinalChain {
   // order >= 1.
   __device__ T* Find(const Problem& problem, const Span& span, int head, int order) const {
     return data + ((static_cast<std::int64_t>(span.sequence) * problem.heads + head) * node_bits +
-                   order - 1) * problem.K * problem.K;
+                   order - 1) *
+                      problem.K * problem.K;
   }
 };
 

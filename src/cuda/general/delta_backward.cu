@@ -25,8 +25,8 @@ Buffers<T> TakeBuffers(Arena& arena, const Plan& plan, std::int64_t heads, bool 
   gradients.phi = TakePyramid<T>(arena, plan, heads);
   if (plan.node_bits > kDeltaRunShift + 1) {
     gradients.partial =
-        arena.Take<T>(NumRuns(plan.total_chunks, static_cast<int>(plan.N), kDeltaRunShift) *
-                      heads * plan.K * (plan.V + plan.K));
+        arena.Take<T>(NumRuns(plan.total_chunks, static_cast<int>(plan.N), kDeltaRunShift) * heads *
+                      plan.K * (plan.V + plan.K));
   }
   gradients.query = arena.Take<T>(items * 2 * kChunk * plan.K);
   if (final) {
@@ -74,9 +74,8 @@ std::size_t DeltaBackwardBytes(const Inputs& inputs, const StateGradView& d_fina
 }
 
 template <typename Math>
-void DeltaBackward(const Inputs& inputs, const TensorView& d_o,
-                   const StateGradView& d_final_state, const Gradients& gradients,
-                   const Context& context) {
+void DeltaBackward(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
+                   const Gradients& gradients, const Context& context) {
   using T = typename Math::Scalar;
   const Plan plan = MakePlan(inputs);
   const auto stream = static_cast<cudaStream_t>(context.stream);
@@ -120,8 +119,8 @@ void DeltaBackward(const Inputs& inputs, const TensorView& d_o,
   }
 }
 
-#define FENWICK_INSTANTIATE(Math)                                                        \
-  template std::size_t DeltaBackwardBytes<Math>(const Inputs&, const StateGradView&);    \
+#define FENWICK_INSTANTIATE(Math)                                                           \
+  template std::size_t DeltaBackwardBytes<Math>(const Inputs&, const StateGradView&);       \
   template void DeltaBackward<Math>(const Inputs&, const TensorView&, const StateGradView&, \
                                     const Gradients&, const Context&);
 FENWICK_INSTANTIATE(FmaMath<float>)

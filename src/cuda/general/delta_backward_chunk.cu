@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t item = ItemOf(problem, index.rest, head);
   const bool carries = chunk.absolute() < chunk.span.last_chunk();
   shared.rows.Load(problem, chunk, problem.Head(head));
-  const TokenSource<T> k{&problem.k,           &chunk.span, chunk.first_row(),
+  const TokenSource<T> k{&problem.k,          &chunk.span, chunk.first_row(),
                          problem.Group(head), 0,           shared.rows.to_end};
   typename Math::Tile tile;
   Clear(tile);
@@ -168,7 +168,8 @@ __global__ void __launch_bounds__(kThreads)
   const MatrixSource<T> scores_source{scores, kChunk, kChunk};
   const MatrixSource<T> inverse_source{inverse, kChunk, kChunk};
   const MatrixSource<T> inverse_beta{square(states.inverse_beta), kChunk, kChunk};
-  const MatrixSource<T> d_mix_source{d_mix, kChunk, kChunk}, scratch_source{scratch, kChunk, kChunk};
+  const MatrixSource<T> d_mix_source{d_mix, kChunk, kChunk},
+      scratch_source{scratch, kChunk, kChunk};
   const MatrixSource<T> d_query{gradients.Query(problem, item, 0), kChunk, problem.K};
   const MatrixSource<T> w{states.w + item * kChunk * problem.K, kChunk, problem.K};
   const MatrixSource<T> dw{gradients.dw + item * kChunk * problem.K, kChunk, problem.K};
@@ -357,14 +358,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int e = 0; e < 32; ++e) {
       const int t = Math::Row(e), j = Math::Column(e);
-      tile.x[e] = j < columns ? scale * shared.rows.from_start[t] * d_query[t * problem.K + k0 + j]
-                              : T(0);
+      tile.x[e] =
+          j < columns ? scale * shared.rows.from_start[t] * d_query[t * problem.K + k0 + j] : T(0);
       dq_tile.x[e] += tile.x[e];
     }
     AddRowSums<Math>(tile, shared.start_flow, [&](int t, int j, T value) {
-      return j < columns
-                 ? value * LoadToken<T>(problem.q, span, chunk.first_row() + t, global_group, k0 + j)
-                 : T(0);
+      return j < columns ? value * LoadToken<T>(problem.q, span, chunk.first_row() + t,
+                                                global_group, k0 + j)
+                         : T(0);
     });
     const auto add_key = [&](T* flow, const T* factor) {
       ForEach<Math>(tile, [&](int s, int, T& value) { value *= factor[s]; });
@@ -452,17 +453,17 @@ void ComputeDeltaChunkGradients(const Problem& problem, const Plan& plan,
          sizeof(RowsMemory<T>), stream, problem, states, gradients);
   Launch("pair gradients", PairGradients<Math>, items, kThreads, sizeof(PairMemory<T>), stream,
          problem, states, gradients);
-  Launch("value gradients", ValueGradients<Math>, items * v_tiles, kThreads,
-         sizeof(ValueMemory<T>), stream, problem, states, gradients, d_o, out.v);
+  Launch("value gradients", ValueGradients<Math>, items * v_tiles, kThreads, sizeof(ValueMemory<T>),
+         stream, problem, states, gradients, d_o, out.v);
   Launch("key gradients", KeyGradients<Math>, plan.total_chunks * problem.groups * k_tiles,
          kThreads, sizeof(KeyMemory<T>), stream, problem, states, gradients, out.q, out.k);
   Launch("gate gradients", GateGradients<T>, items, kChunk, 0, stream, problem, gradients, out.g,
          out.beta);
 }
 
-#define FENWICK_INSTANTIATE(Math)                                                              \
-  template void ComputeDeltaChunkGradients<Math>(                                              \
-      const Problem&, const Plan&, const DeltaStates<Math::Scalar>&,                           \
+#define FENWICK_INSTANTIATE(Math)                                    \
+  template void ComputeDeltaChunkGradients<Math>(                    \
+      const Problem&, const Plan&, const DeltaStates<Math::Scalar>&, \
       const DeltaGradients<Math::Scalar>&, const TokenRows&, const DeltaOutputs&, cudaStream_t);
 FENWICK_INSTANTIATE(FmaMath<float>)
 FENWICK_INSTANTIATE(FmaMath<double>)

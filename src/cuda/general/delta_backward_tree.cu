@@ -23,10 +23,9 @@ __device__ void LoadLevelScale(const Problem& problem, const ChunkAt& chunk, int
 __device__ int OrderOf(const Problem& problem, const Span& span, std::int64_t chunk, int head,
                        int bit) {
   int found = 0;
-  ForEachDeltaRead(problem, span, chunk, head,
-                   [&](int b, std::int64_t, const NodeAt&, int order) {
-                     if (b == bit) found = order;
-                   });
+  ForEachDeltaRead(problem, span, chunk, head, [&](int b, std::int64_t, const NodeAt&, int order) {
+    if (b == bit) found = order;
+  });
   return found;
 }
 
@@ -73,8 +72,8 @@ __global__ void __launch_bounds__(kThreads)
   StoreTile<Math>(tile, gradients.Query(problem, item, place), 0, kChunk, k0, problem.K);
 }
 
-// Sums over the readers of the nodes of 2^bit chunks, or over one run of them: dS (columns of V) and
-// dPhi (columns of K); block = (run, head, 64 rows of K, 64 columns of V, then of K).
+// Sums over the readers of the nodes of 2^bit chunks, or over one run of them: dS (columns of V)
+// and dPhi (columns of K); block = (run, head, 64 rows of K, 64 columns of V, then of K).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
     ReaderSums(Problem problem, DeltaStates<typename Math::Scalar> states,
@@ -334,16 +333,16 @@ void ComputeDeltaTreeGradients(const Problem& problem, const Plan& plan,
   const std::int64_t k_tiles = Tiles(plan.K), v_tiles = Tiles(plan.V);
   ZeroAsync(gradients.grads, items * plan.K * plan.V * sizeof(T), stream);
   ZeroAsync(gradients.query, items * 2 * kChunk * plan.K * sizeof(T), stream);
-  ZeroAsync(gradients.phi.data,
-            PyramidNodes(plan) * problem.heads * plan.K * plan.K * sizeof(T), stream);
+  ZeroAsync(gradients.phi.data, PyramidNodes(plan) * problem.heads * plan.K * plan.K * sizeof(T),
+            stream);
   for (int bit = plan.node_bits - 1; bit >= 0; --bit) {
     const int shift = bit < kDeltaRunShift ? bit : kDeltaRunShift;
     Launch("reader sums", ReaderSums<Math>,
            NumRuns(plan.total_chunks, N, shift) * problem.heads * k_tiles * (k_tiles + v_tiles),
            kThreads, sizeof(ReadMemory<T>), stream, problem, states, gradients, d_o, bit);
     if (bit > kDeltaRunShift) {
-      Launch("sum parts", SumParts<T>, NumRuns(plan.total_chunks, N, bit) * problem.heads,
-             kThreads, 0, stream, problem, gradients, bit);
+      Launch("sum parts", SumParts<T>, NumRuns(plan.total_chunks, N, bit) * problem.heads, kThreads,
+             0, stream, problem, gradients, bit);
     }
     Launch("query gradients", QueryGradients<Math>, items * k_tiles, kThreads,
            sizeof(ReadMemory<T>), stream, problem, states, gradients, d_o, bit);
@@ -359,8 +358,7 @@ void ComputeDeltaTreeGradients(const Problem& problem, const Plan& plan,
   }
   for (int bit = plan.merge_levels() - 1; bit >= 0; --bit) {
     Launch("split gradients", SplitGradients<Math>,
-           NumMerges(plan.total_chunks, N, bit) * problem.heads * k_tiles *
-               (2 * k_tiles + v_tiles),
+           NumMerges(plan.total_chunks, N, bit) * problem.heads * k_tiles * (2 * k_tiles + v_tiles),
            kThreads, sizeof(TileMemory<T>), stream, problem, states, gradients, bit);
   }
 }

@@ -59,13 +59,11 @@ __global__ void __launch_bounds__(kThreads)
   Clear(tile);
   Product<Math>(tile, shared.tiles, problem.K, Left(q), RightT(k));
   ForEach<Math>(tile, [&](int t, int s, T dot) {
-    buffers.scores[matrix + t * kChunk + s] =
-        s <= t ? dot * scale * Decay<T>(sums, t, s) : T(0);
+    buffers.scores[matrix + t * kChunk + s] = s <= t ? dot * scale * Decay<T>(sums, t, s) : T(0);
   });
   Clear(tile);
   const MatrixSource<T> scores{buffers.scores + matrix, kChunk, kChunk};
-  Product<Math>(tile, shared.tiles, kChunk, Left(scores),
-                Right(SharedSource<T>{&shared.lower}));
+  Product<Math>(tile, shared.tiles, kChunk, Left(scores), Right(SharedSource<T>{&shared.lower}));
   StoreTile<Math>(tile, buffers.mix + matrix, 0, kChunk, 0, kChunk);
 }
 
@@ -94,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
   Clear(tile);
   if (column_tile < k_tiles) {
     const int k0 = column_tile * kTile;
-    const TokenSource<T> k{&problem.k,           &chunk.span, chunk.first_row(),
+    const TokenSource<T> k{&problem.k,          &chunk.span, chunk.first_row(),
                            problem.Group(head), k0,          shared.rows.from_start};
     Product<Math>(tile, shared.tiles, kChunk, Left(inverse), Right(k));
     StoreTile<Math>(tile, buffers.w + item * kChunk * problem.K, 0, kChunk, k0, problem.K);
@@ -147,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
   if (chunk.absolute() >= chunk.span.last_chunk()) return;
   const std::int64_t item = ItemOf(problem, index.rest, head);
   shared.rows.Load(problem, chunk, problem.Head(head));
-  const TokenSource<T> k{&problem.k,           &chunk.span, chunk.first_row(),
+  const TokenSource<T> k{&problem.k,          &chunk.span, chunk.first_row(),
                          problem.Group(head), k0,          shared.rows.to_end};
   typename Math::Tile tile;
   Clear(tile);
@@ -181,14 +179,14 @@ void ComputeDeltaChunks(const Problem& problem, const Plan& plan,
          problem, buffers);
   Launch("apply inverse", ApplyInverse<Math>, items * columns, kThreads, sizeof(RowsMemory<T>),
          stream, problem, buffers);
-  Launch("correct queries", CorrectQueries<Math>, items * k_tiles, kThreads,
-         sizeof(RowsMemory<T>), stream, problem, buffers);
+  Launch("correct queries", CorrectQueries<Math>, items * k_tiles, kThreads, sizeof(RowsMemory<T>),
+         stream, problem, buffers);
   Launch("chunk transitions", ChunkTransitions<Math>, items * k_tiles * columns, kThreads,
          sizeof(RowsMemory<T>), stream, problem, buffers);
 }
 
-#define FENWICK_INSTANTIATE(Math)                                                       \
-  template void ComputeDeltaChunks<Math>(const Problem&, const Plan&,                   \
+#define FENWICK_INSTANTIATE(Math)                                     \
+  template void ComputeDeltaChunks<Math>(const Problem&, const Plan&, \
                                          const DeltaStates<Math::Scalar>&, cudaStream_t);
 FENWICK_INSTANTIATE(FmaMath<float>)
 FENWICK_INSTANTIATE(FmaMath<double>)

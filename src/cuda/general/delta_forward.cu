@@ -79,23 +79,23 @@ __global__ void __launch_bounds__(kThreads)
   const Span span = problem.geometry.SpanOf(static_cast<int>(index.rest));
   typename Math::Tile tile, copy;
   Clear(tile);
-  ForEachDeltaRead(
-      problem, span, FinalChunk(span), head,
-      [&](int bit, std::int64_t, const NodeAt& node, int order) {
-        if ((bit < problem.top_slot ? bit : problem.top_slot) != slot) return;
-        const T* state = FindState(problem, node, static_cast<const T*>(buffers.states));
-        if (order == 0) {
-          LoadTile<Math>(copy, state, k0, problem.K, v0, problem.V);
-          for (int i = 0; i < 32; ++i) tile.x[i] += copy.x[i];
-          return;
-        }
-        const MatrixSource<T> z{final_chain.Find(problem, span, head, order), problem.K, problem.K,
-                                k0};
-        const MatrixSource<T> s{state, problem.K, problem.V, 0, v0};
-        Product<Math>(tile, tiles, problem.K, Left(z), Right(s));
-      });
-  T* to = nodes + ((index.rest * problem.H + problem.Head(head)) * slots + slot) *
-                      problem.state_size();
+  ForEachDeltaRead(problem, span, FinalChunk(span), head,
+                   [&](int bit, std::int64_t, const NodeAt& node, int order) {
+                     if ((bit < problem.top_slot ? bit : problem.top_slot) != slot) return;
+                     const T* state =
+                         FindState(problem, node, static_cast<const T*>(buffers.states));
+                     if (order == 0) {
+                       LoadTile<Math>(copy, state, k0, problem.K, v0, problem.V);
+                       for (int i = 0; i < 32; ++i) tile.x[i] += copy.x[i];
+                       return;
+                     }
+                     const MatrixSource<T> z{final_chain.Find(problem, span, head, order),
+                                             problem.K, problem.K, k0};
+                     const MatrixSource<T> s{state, problem.K, problem.V, 0, v0};
+                     Product<Math>(tile, tiles, problem.K, Left(z), Right(s));
+                   });
+  T* to =
+      nodes + ((index.rest * problem.H + problem.Head(head)) * slots + slot) * problem.state_size();
   StoreTile<Math>(tile, to, k0, problem.K, v0, problem.V);
 }
 
@@ -173,9 +173,9 @@ void DeltaForward(const Inputs& inputs, const TensorView& o, const StateView& fi
   if (final_state.given()) WriteFinalRing(problem, final_state, stream);
 }
 
-#define FENWICK_INSTANTIATE(Math)                                                        \
-  template std::size_t DeltaForwardBytes<Math>(const Inputs&, const StateView&);         \
-  template void DeltaForward<Math>(const Inputs&, const TensorView&, const StateView&,   \
+#define FENWICK_INSTANTIATE(Math)                                                      \
+  template std::size_t DeltaForwardBytes<Math>(const Inputs&, const StateView&);       \
+  template void DeltaForward<Math>(const Inputs&, const TensorView&, const StateView&, \
                                    const Context&);
 FENWICK_INSTANTIATE(FmaMath<float>)
 FENWICK_INSTANTIATE(FmaMath<double>)

@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kThreads)
   const NodeAt node(problem, span, head, bit, left_end);
   if (!node.exists()) return;
   const int v0 = (column_tile - k_tiles) * kTile;
-  T* state = buffers.states +
-             NodeAt(problem, span, head, bit, merge.end).item * problem.state_size();
+  T* state =
+      buffers.states + NodeAt(problem, span, head, bit, merge.end).item * problem.state_size();
   const MatrixSource<T> left{FindState(problem, node, static_cast<const T*>(buffers.states)),
                              problem.K, problem.V, 0, v0};
   LoadTile<Math>(tile, state, k0, problem.K, v0, problem.V);
@@ -126,10 +126,10 @@ void ComputeDeltaTree(const Problem& problem, const Plan& plan,
   const std::int64_t items = plan.total_chunks * problem.heads;
   const std::int64_t k_tiles = Tiles(plan.K);
   for (int bit = 0; bit < plan.merge_levels(); ++bit) {
-    Launch("merge nodes", MergeNodes<Math>,
-           NumMerges(plan.total_chunks, N, bit) * problem.heads * k_tiles *
-               (k_tiles + Tiles(plan.V)),
-           kThreads, sizeof(TileMemory<T>), stream, problem, buffers, bit);
+    Launch(
+        "merge nodes", MergeNodes<Math>,
+        NumMerges(plan.total_chunks, N, bit) * problem.heads * k_tiles * (k_tiles + Tiles(plan.V)),
+        kThreads, sizeof(TileMemory<T>), stream, problem, buffers, bit);
   }
   for (int bit = 0; bit < plan.node_bits; ++bit) {
     Launch("chain queries", ChainQueries<Math>, items * k_tiles, kThreads, sizeof(TileMemory<T>),
@@ -137,11 +137,11 @@ void ComputeDeltaTree(const Problem& problem, const Plan& plan,
   }
 }
 
-#define FENWICK_INSTANTIATE(Math)                                                     \
-  template void ComputeDeltaTree<Math>(const Problem&, const Plan&,                   \
+#define FENWICK_INSTANTIATE(Math)                                                       \
+  template void ComputeDeltaTree<Math>(const Problem&, const Plan&,                     \
                                        const DeltaStates<Math::Scalar>&, cudaStream_t); \
-  template void ComputeFinalChain<Math>(const Problem&, const Plan&,                  \
-                                        const DeltaStates<Math::Scalar>&,             \
+  template void ComputeFinalChain<Math>(const Problem&, const Plan&,                    \
+                                        const DeltaStates<Math::Scalar>&,               \
                                         const FinalChain<Math::Scalar>&, cudaStream_t);
 FENWICK_INSTANTIATE(FmaMath<float>)
 FENWICK_INSTANTIATE(FmaMath<double>)

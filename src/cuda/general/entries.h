@@ -21,9 +21,8 @@ void ScalarForward(const Inputs& inputs, const TensorView& o, const StateView& f
 template <typename Math>
 std::size_t ScalarBackwardBytes(const Inputs& inputs);
 template <typename Math>
-void ScalarBackward(const Inputs& inputs, const TensorView& d_o,
-                    const StateGradView& d_final_state, const Gradients& gradients,
-                    const Context& context);
+void ScalarBackward(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
+                    const Gradients& gradients, const Context& context);
 
 template <typename Math>
 std::size_t DeltaForwardBytes(const Inputs& inputs, const StateView& final_state);
@@ -34,9 +33,8 @@ void DeltaForward(const Inputs& inputs, const TensorView& o, const StateView& fi
 template <typename Math>
 std::size_t DeltaBackwardBytes(const Inputs& inputs, const StateGradView& d_final_state);
 template <typename Math>
-void DeltaBackward(const Inputs& inputs, const TensorView& d_o,
-                   const StateGradView& d_final_state, const Gradients& gradients,
-                   const Context& context);
+void DeltaBackward(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
+                   const Gradients& gradients, const Context& context);
 
 template <typename T>
 void DeltaStep(const Inputs& inputs, const TensorView& o, const Context& context);

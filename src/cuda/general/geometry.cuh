@@ -3,9 +3,9 @@
 // A sequence is the tokens [base, position) of its initial state's ring, if it has one, followed by
 // the call's tokens. Row j of a sequence is the token at position base + j. Rows are grouped in
 // chunks of 64 (kStateChunk) that are aligned in the absolute positions, since base is a multiple
-// of 64: chunk i of a sequence is chunk base / 64 + i of the Fenwick tree. Positions are read on the
-// device; the host knows upper bounds only, so that the last chunks of a sequence may turn out to
-// hold no rows.
+// of 64: chunk i of a sequence is chunk base / 64 + i of the Fenwick tree. Positions are read on
+// the device; the host knows upper bounds only, so that the last chunks of a sequence may turn out
+// to hold no rows.
 #pragma once
 
 #include <cstdint>
@@ -54,9 +54,9 @@ struct Span {
 
 struct Geometry {
   int num_sequences = 0;
-  std::int64_t tokens = 0;              // of each sequence, where all are equal
-  std::int64_t chunks_per_sequence = 0; // upper bound, where all are equal
-  std::int64_t total_chunks = 0;        // over all sequences
+  std::int64_t tokens = 0;                    // of each sequence, where all are equal
+  std::int64_t chunks_per_sequence = 0;       // upper bound, where all are equal
+  std::int64_t total_chunks = 0;              // over all sequences
   const std::int64_t* token_begin = nullptr;  // [N + 1] packed sequences, device memory
   const std::int64_t* chunk_begin = nullptr;  // [N + 1]
   const std::int64_t* position = nullptr;     // [N] of the initial state, or null: all 0
@@ -147,8 +147,8 @@ __device__ inline T LoadToken(const TokenRows& tokens, const Span& span, std::in
 
 // Where the gradient of a token tensor goes, and what the gradient of the final state's ring adds.
 struct TokenGradients {
-  TokenRows out;   // absent data: not wanted
-  Rows d_final;    // [N, kStateRing, heads, width] or no data
+  TokenRows out;  // absent data: not wanted
+  Rows d_final;   // [N, kStateRing, heads, width] or no data
 };
 
 template <typename T>

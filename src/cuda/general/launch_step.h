@@ -23,9 +23,8 @@ void LaunchStep(const Inputs& inputs, const TensorView& o, const Context& contex
   state.base = static_cast<std::int64_t*>(view.base.data);
   const int columns = StepColumns<T>(plan.N, problem);
   const std::int64_t blocks = plan.N * plan.H * ((plan.V + columns - 1) / columns);
-  Launch("step", StepTokens<Transition, T>, blocks, kStepThreads,
-         problem.K * columns * sizeof(T), static_cast<cudaStream_t>(context.stream), problem,
-         state, MakeRows(o), columns);
+  Launch("step", StepTokens<Transition, T>, blocks, kStepThreads, problem.K * columns * sizeof(T),
+         static_cast<cudaStream_t>(context.stream), problem, state, MakeRows(o), columns);
 }
 
 }  // namespace fenwick::cuda::general

@@ -45,8 +45,8 @@ std::int64_t GroupsPerPass(const Plan& plan,
                            const std::function<std::size_t(std::int64_t)>& bytes) {
   std::int64_t groups = plan.G;
   while (groups > 1 && bytes(groups) > kPassBytes) {
-    const auto share = static_cast<std::int64_t>(groups * (static_cast<double>(kPassBytes) /
-                                                           static_cast<double>(bytes(groups))));
+    const auto share = static_cast<std::int64_t>(
+        groups * (static_cast<double>(kPassBytes) / static_cast<double>(bytes(groups))));
     groups = std::clamp<std::int64_t>(share, 1, groups - 1);
   }
   return groups;

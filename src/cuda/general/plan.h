@@ -33,7 +33,6 @@ struct Plan {
 Plan MakePlan(const Inputs& inputs);
 
 // Groups to run at a time, where `bytes(groups)` is the workspace that many need.
-std::int64_t GroupsPerPass(const Plan& plan,
-                           const std::function<std::size_t(std::int64_t)>& bytes);
+std::int64_t GroupsPerPass(const Plan& plan, const std::function<std::size_t(std::int64_t)>& bytes);
 
 }  // namespace fenwick::cuda::general

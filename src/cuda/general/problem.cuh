@@ -19,15 +19,15 @@ namespace fenwick::cuda::general {
 // A call, restricted to the heads of one pass (plan.h).
 struct Problem {
   Geometry geometry;
-  TokenRows q, k;          // [B, T, G, K]
-  TokenRows v;             // [B, T, H, V]
-  TokenRows g, beta;       // [B, T, H]
-  TokenRows level_scales;  // [B, T, H, L]
+  TokenRows q, k;                       // [B, T, G, K]
+  TokenRows v;                          // [B, T, H, V]
+  TokenRows g, beta;                    // [B, T, H]
+  TokenRows level_scales;               // [B, T, H, L]
   const void* initial_nodes = nullptr;  // [N, H, initial_slots, K, V] or null
   int initial_slots = 0;
-  int top_slot = 0;     // slots beyond are merged into this one (saturation); kNoTop: none are
+  int top_slot = 0;  // slots beyond are merged into this one (saturation); kNoTop: none are
   int K = 0, V = 0, L = 0;
-  int H = 0;                // all heads: strides of the initial state
+  int H = 0;  // all heads: strides of the initial state
   int heads_per_group = 1;
   int head_begin = 0, heads = 0;    // of this pass
   int group_begin = 0, groups = 0;  // of this pass
@@ -69,15 +69,15 @@ struct NodeAt {
   std::int64_t item = -1;     // slot of the call, or
   std::int64_t initial = -1;  // matrix of the initial state, or nowhere: the node is zero
 
-  __device__ NodeAt(const Problem& problem, const Span& span, int head, int bit,
-                    std::int64_t end) {
+  __device__ NodeAt(const Problem& problem, const Span& span, int head, int bit, std::int64_t end) {
     if (end > span.first_chunk()) {
       item = ItemOf(problem, span.chunk_begin + end - span.first_chunk() - 1, head);
     } else {
       const int slot = InitialSlot(problem, span, bit);
       if (slot >= 0 && slot < problem.initial_slots) {
         initial = (static_cast<std::int64_t>(span.sequence) * problem.H + problem.Head(head)) *
-                      problem.initial_slots + slot;
+                      problem.initial_slots +
+                  slot;
       }
     }
   }
@@ -141,9 +141,8 @@ struct ChunkLevels {
   __device__ void Load(const Problem& problem, const ChunkAt& chunk, int head) {
     for (int i = threadIdx.x; i < kChunk * kLevels; i += blockDim.x) {
       const int row = i / kLevels, level = i % kLevels;
-      x[row][level] =
-          LoadToken<T>(problem.level_scales, chunk.span, chunk.first_row() + row, head,
-                       level < problem.L ? level : problem.L - 1);
+      x[row][level] = LoadToken<T>(problem.level_scales, chunk.span, chunk.first_row() + row, head,
+                                   level < problem.L ? level : problem.L - 1);
     }
   }
   __device__ T At(int t, int s) const { return x[t][Level(t, s)]; }

@@ -59,9 +59,8 @@ std::size_t ScalarBackwardBytes(const Inputs& inputs) {
 }
 
 template <typename Math>
-void ScalarBackward(const Inputs& inputs, const TensorView& d_o,
-                    const StateGradView& d_final_state, const Gradients& gradients,
-                    const Context& context) {
+void ScalarBackward(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
+                    const Gradients& gradients, const Context& context) {
   using T = typename Math::Scalar;
   const Plan plan = MakePlan(inputs);
   const auto stream = static_cast<cudaStream_t>(context.stream);
@@ -71,12 +70,11 @@ void ScalarBackward(const Inputs& inputs, const TensorView& d_o,
   Problem problem = MakeProblem(inputs, plan, tables);
 
   const StateGradView& initial = gradients.initial_state;
-  const ScalarOutputs out{
-      .q = MakeGradients(gradients.q, {}, {}, stream),
-      .k = MakeGradients(gradients.k, initial.k, d_final_state.k, stream),
-      .v = MakeGradients(gradients.v, initial.v, d_final_state.v, stream),
-      .g = MakeGradients(gradients.g, initial.g, d_final_state.g, stream),
-      .level_scales = MakeRows(gradients.level_scales)};
+  const ScalarOutputs out{.q = MakeGradients(gradients.q, {}, {}, stream),
+                          .k = MakeGradients(gradients.k, initial.k, d_final_state.k, stream),
+                          .v = MakeGradients(gradients.v, initial.v, d_final_state.v, stream),
+                          .g = MakeGradients(gradients.g, initial.g, d_final_state.g, stream),
+                          .level_scales = MakeRows(gradients.level_scales)};
   T* initial_nodes = nullptr;
   if (initial.nodes.given() && plan.initial_slots > 0) {
     initial_nodes = static_cast<T*>(initial.nodes.data);
@@ -99,8 +97,8 @@ void ScalarBackward(const Inputs& inputs, const TensorView& d_o,
   }
 }
 
-#define FENWICK_INSTANTIATE(Math)                                                       \
-  template std::size_t ScalarBackwardBytes<Math>(const Inputs&);                        \
+#define FENWICK_INSTANTIATE(Math)                                                            \
+  template std::size_t ScalarBackwardBytes<Math>(const Inputs&);                             \
   template void ScalarBackward<Math>(const Inputs&, const TensorView&, const StateGradView&, \
                                      const Gradients&, const Context&);
 FENWICK_INSTANTIATE(FmaMath<float>)

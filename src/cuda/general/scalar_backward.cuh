@@ -2,8 +2,8 @@
 //
 // Along the tree (scalar_backward_states.cu), with S the left nodes' states recomputed:
 //   R_e  = sum over readers t of node e of level_scales[t, l] exp(gap + a[t]) q[t] do[t]^T
-//   down the tree, D(bit, end - 2^bit) += exp(A over the right child) D(bit + 1, end), starting from
-//   R; at the leaves D_c is the gradient of chunk c's own state
+//   down the tree, D(bit, end - 2^bit) += exp(A over the right child) D(bit + 1, end), starting
+//   from R; at the leaves D_c is the gradient of chunk c's own state
 // Inside the chunks (scalar_backward.cu), with P = dots x weights, dP = dO V^T:
 //   dv[s] = sum_t P[t, s] do[t] + exp(A - a[s]) D_c^T k[s]
 //   dk[s] = sum_t dS[t, s] q[t] + exp(A - a[s]) D_c v[s],            dS = dP x weights
@@ -25,15 +25,15 @@ inline constexpr int kRunShift = 4;
 
 template <typename T>
 struct ScalarGradients {
-  T* grads = nullptr;          // [chunks, heads, K, V] R, then D
-  T* partial = nullptr;        // [runs of 2^kRunShift chunks, heads, K, V] of one level
-  T* initial = nullptr;        // [N, H, slots, K, V] of all heads: the caller's, or null
-  T* read_flow = nullptr;      // [chunks, heads, node_bits] read by the chunk through node `bit`
-  T* final_flow = nullptr;     // [N, heads, node_bits] read by the final state
-  T* merge_flow = nullptr;     // [chunks, heads] carried by the merge of left node end = chunk + 1
+  T* grads = nullptr;       // [chunks, heads, K, V] R, then D
+  T* partial = nullptr;     // [runs of 2^kRunShift chunks, heads, K, V] of one level
+  T* initial = nullptr;     // [N, H, slots, K, V] of all heads: the caller's, or null
+  T* read_flow = nullptr;   // [chunks, heads, node_bits] read by the chunk through node `bit`
+  T* final_flow = nullptr;  // [N, heads, node_bits] read by the final state
+  T* merge_flow = nullptr;  // [chunks, heads] carried by the merge of left node end = chunk + 1
   T* initial_merge_flow = nullptr;  // [N, heads, node_bits] same, of initial nodes
-  T* row_flow = nullptr;       // [chunks, heads, 64] over each row: pairs in the chunk, and reads
-  T* write_flow = nullptr;     // [chunks, heads, 64] of each row, past the end of the chunk
+  T* row_flow = nullptr;    // [chunks, heads, 64] over each row: pairs in the chunk, and reads
+  T* write_flow = nullptr;  // [chunks, heads, 64] of each row, past the end of the chunk
   int node_bits = 0;
 
   __device__ T& ReadFlow(std::int64_t item, int bit) const {

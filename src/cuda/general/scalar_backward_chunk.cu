@@ -14,8 +14,8 @@ struct QueryMemory {
   double sums[kChunk];
   ChunkLevels<T> levels;
   T d_levels[kChunk][kMaxLevels];
-  T dots[kChunk];    // of a row with a node's read
-  T reads[kChunk];   // flow of each row's reads
+  T dots[kChunk];   // of a row with a node's read
+  T reads[kChunk];  // flow of each row's reads
   T warp_flow[2];
 };
 
@@ -144,8 +144,8 @@ struct ChunkMemory {
 // dv, write_flow; block = (chunk, head).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    ValueGradients(Problem problem, ScalarGradients<typename Math::Scalar> gradients,
-                   TokenRows d_o, TokenGradients dv) {
+    ValueGradients(Problem problem, ScalarGradients<typename Math::Scalar> gradients, TokenRows d_o,
+                   TokenGradients dv) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<ChunkMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -206,8 +206,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
     KeyGradients(Problem problem, ScalarStates<typename Math::Scalar> states,
-                 ScalarGradients<typename Math::Scalar> gradients, TokenRows d_o,
-                 TokenGradients dq, TokenGradients dk) {
+                 ScalarGradients<typename Math::Scalar> gradients, TokenRows d_o, TokenGradients dq,
+                 TokenGradients dk) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<ChunkMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -280,8 +280,8 @@ __device__ T LaterReads(const Problem& problem, const ScalarGradients<T>& gradie
   T sum = 0;
   for (std::int64_t c = chunk.absolute() + 1 + threadIdx.x; c < end && c <= span.last_chunk();
        c += kChunk) {
-    sum += gradients.ReadFlow(
-        ItemOf(problem, span.chunk_begin + c - span.first_chunk(), head), bit);
+    sum +=
+        gradients.ReadFlow(ItemOf(problem, span.chunk_begin + c - span.first_chunk(), head), bit);
   }
   return sum;
 }
@@ -342,9 +342,9 @@ void ComputeScalarChunkGradients(const Problem& problem, const Plan& plan,
   Launch("gate gradients", GateGradients<T>, items, kChunk, 0, stream, problem, gradients, out.g);
 }
 
-#define FENWICK_INSTANTIATE(Math)                                        \
-  template void ComputeScalarChunkGradients<Math>(                       \
-      const Problem&, const Plan&, const ScalarStates<Math::Scalar>&,    \
+#define FENWICK_INSTANTIATE(Math)                                     \
+  template void ComputeScalarChunkGradients<Math>(                    \
+      const Problem&, const Plan&, const ScalarStates<Math::Scalar>&, \
       const ScalarGradients<Math::Scalar>&, const TokenRows&, const ScalarOutputs&, cudaStream_t);
 FENWICK_INSTANTIATE(FmaMath<float>)
 FENWICK_INSTANTIATE(FmaMath<double>)

@@ -41,12 +41,13 @@ __global__ void __launch_bounds__(kThreads)
     const ChunkAt chunk(problem.geometry, span.chunk_begin + c - span.first_chunk());
     if (chunk.first_query() >= chunk.rows()) continue;
     double gap = 0;
-    ForEachRead(problem, span, c, head, states.node_total,
-                [&](int b, const NodeAt&, double g) { if (b == bit) gap = g; });
+    ForEachRead(problem, span, c, head, states.node_total, [&](int b, const NodeAt&, double g) {
+      if (b == bit) gap = g;
+    });
     LoadGates(shared.sums, problem.g, chunk, h);
     LoadReadScale(problem, chunk, h, bit, gap, shared.sums, shared.row_scale);
-    const TokenSource<T> q{&problem.q, &span, chunk.first_row(), problem.Group(head), k0,
-                           shared.row_scale};
+    const TokenSource<T> q{&problem.q,          &span, chunk.first_row(),
+                           problem.Group(head), k0,    shared.row_scale};
     const TokenSource<T> d_output{&d_o, &span, chunk.first_row(), h, v0};
     Product<Math>(r, shared.tiles, kChunk, LeftT(q), Right(d_output));
   }
@@ -76,8 +77,8 @@ __global__ void __launch_bounds__(kThreads)
   const NodeAt node(problem, span, head, bit, readers.begin);
   if (!node.exists() || (node.item < 0 && gradients.initial == nullptr)) return;
   const std::int64_t end = readers.begin + (std::int64_t{1} << bit) - 1;
-  const std::int64_t first = readers.begin > span.first_chunk() ? readers.begin
-                                                                : span.first_chunk();
+  const std::int64_t first =
+      readers.begin > span.first_chunk() ? readers.begin : span.first_chunk();
   const std::int64_t last = end < span.last_chunk() ? end : span.last_chunk();
   if (first > last) return;
   const std::int64_t parts_begin = (span.chunk_begin >> kRunShift) +
@@ -137,16 +138,14 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t base = NextBase(span.base, span.base + span.rows());
   const int slot = bit < problem.top_slot ? bit : problem.top_slot;
   if (slot >= slots) return;
-  const T* d_node = d_nodes +
-                    ((index.rest * problem.H + problem.Head(head)) * slots + slot) *
-                        problem.state_size();
+  const T* d_node = d_nodes + ((index.rest * problem.H + problem.Head(head)) * slots + slot) *
+                                  problem.state_size();
   ForEachRead(problem, span, base / kChunk, head, states.node_total,
               [&](int b, const NodeAt& node, double gap) {
                 if (b != bit) return;
-                const T flow =
-                    Carry(problem.state_size(), Exp<T>(gap), d_node,
-                          FindState(problem, node, static_cast<const T*>(states.states)),
-                          GradientOf(problem, node, gradients));
+                const T flow = Carry(problem.state_size(), Exp<T>(gap), d_node,
+                                     FindState(problem, node, static_cast<const T*>(states.states)),
+                                     GradientOf(problem, node, gradients));
                 if (threadIdx.x == 0) gradients.FinalFlow(problem, span, head, bit) = flow;
               });
 }
@@ -154,8 +153,7 @@ __global__ void __launch_bounds__(kThreads)
 // One level down the tree; block = (merge, head).
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    SplitGradients(Problem problem, ScalarStates<T> states, ScalarGradients<T> gradients,
-                   int bit) {
+    SplitGradients(Problem problem, ScalarStates<T> states, ScalarGradients<T> gradients, int bit) {
   FlatIndex index{blockIdx.x};
   const int head = index.Take(problem.heads);
   const MergeAt merge(problem.geometry, bit, index.rest);
@@ -165,10 +163,10 @@ __global__ void __launch_bounds__(kThreads)
   if (!left.exists()) return;
   const NodeAt parent(problem, span, head, bit, merge.end);
   const T decay = Exp<T>(RightTotal(problem, span, head, bit, merge.end, states));
-  const T flow = Carry(problem.state_size(), decay,
-                       gradients.grads + parent.item * problem.state_size(),
-                       FindState(problem, left, static_cast<const T*>(states.states)),
-                       GradientOf(problem, left, gradients));
+  const T flow =
+      Carry(problem.state_size(), decay, gradients.grads + parent.item * problem.state_size(),
+            FindState(problem, left, static_cast<const T*>(states.states)),
+            GradientOf(problem, left, gradients));
   if (threadIdx.x == 0) gradients.MergeFlow(problem, span, head, bit, left) = flow;
 }
 
@@ -195,8 +193,8 @@ void ComputeScalarStateGradients(const Problem& problem, const Plan& plan,
            NumRuns(plan.total_chunks, N, shift) * problem.heads * tiles, kThreads,
            sizeof(ReaderMemory<T>), stream, problem, states, gradients, d_o, bit);
     if (bit > kRunShift) {
-      Launch("sum parts", SumParts<T>, NumRuns(plan.total_chunks, N, bit) * problem.heads,
-             kThreads, 0, stream, problem, gradients, bit);
+      Launch("sum parts", SumParts<T>, NumRuns(plan.total_chunks, N, bit) * problem.heads, kThreads,
+             0, stream, problem, gradients, bit);
     }
   }
   if (d_final_nodes.given() && d_final_nodes.size(2) > 0) {
@@ -211,9 +209,9 @@ void ComputeScalarStateGradients(const Problem& problem, const Plan& plan,
   }
 }
 
-#define FENWICK_INSTANTIATE(Math)                                                     \
-  template void ComputeScalarStateGradients<Math>(                                    \
-      const Problem&, const Plan&, const ScalarStates<Math::Scalar>&,                 \
+#define FENWICK_INSTANTIATE(Math)                                     \
+  template void ComputeScalarStateGradients<Math>(                    \
+      const Problem&, const Plan&, const ScalarStates<Math::Scalar>&, \
       const ScalarGradients<Math::Scalar>&, const TokenRows&, const TensorView&, cudaStream_t);
 FENWICK_INSTANTIATE(FmaMath<float>)
 FENWICK_INSTANTIATE(FmaMath<double>)

@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kThreads)
   const int head = index.Take(problem.heads);
   const Span span = problem.geometry.SpanOf(static_cast<int>(index.rest));
   const std::int64_t base = NextBase(span.base, span.base + span.rows());
-  T* to = nodes + ((index.rest * problem.H + problem.Head(head)) * slots + slot) *
-                      problem.state_size();
+  T* to =
+      nodes + ((index.rest * problem.H + problem.Head(head)) * slots + slot) * problem.state_size();
   bool first = true;
   ForEachRead(problem, span, base / kChunk, head, buffers.node_total,
               [&](int bit, const NodeAt& node, double gap) {
@@ -110,10 +110,9 @@ std::size_t ScalarForwardBytes(const Inputs& inputs) {
   const Plan plan = MakePlan(inputs);
   Arena arena;
   TakeTables(arena, plan);
-  return arena.used() +
-         PassBytes<T>(plan, GroupsPerPass(plan, [&](std::int64_t groups) {
-           return PassBytes<T>(plan, groups);
-         }));
+  return arena.used() + PassBytes<T>(plan, GroupsPerPass(plan, [&](std::int64_t groups) {
+                                       return PassBytes<T>(plan, groups);
+                                     }));
 }
 
 template <typename Math>
@@ -126,8 +125,8 @@ void ScalarForward(const Inputs& inputs, const TensorView& o, const StateView& f
   const Tables tables = TakeTables(arena, plan);
   UploadTables(plan, tables, stream);
   Problem problem = MakeProblem(inputs, plan, tables);
-  const std::int64_t groups = GroupsPerPass(
-      plan, [&](std::int64_t g) { return PassBytes<T>(plan, g); });
+  const std::int64_t groups =
+      GroupsPerPass(plan, [&](std::int64_t g) { return PassBytes<T>(plan, g); });
   const std::int64_t v_tiles = (plan.V + kTile - 1) / kTile;
   for (std::int64_t begin = 0; begin < plan.G; begin += groups) {
     SetPass(problem, begin, std::min(groups, plan.G - begin));
@@ -145,8 +144,8 @@ void ScalarForward(const Inputs& inputs, const TensorView& o, const StateView& f
   if (final_state.given()) WriteFinalRing(problem, final_state, stream);
 }
 
-#define FENWICK_INSTANTIATE(Math)                                                     \
-  template std::size_t ScalarForwardBytes<Math>(const Inputs&);                       \
+#define FENWICK_INSTANTIATE(Math)                                                       \
+  template std::size_t ScalarForwardBytes<Math>(const Inputs&);                         \
   template void ScalarForward<Math>(const Inputs&, const TensorView&, const StateView&, \
                                     const Context&);
 FENWICK_INSTANTIATE(FmaMath<float>)

@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kChunk) LeafTotals(Problem problem, ScalarStat
 // node_total; one warp for each (chunk, head).
 template <typename T>
 __global__ void __launch_bounds__(kThreads) NodeTotals(Problem problem, ScalarStates<T> buffers) {
-  const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * (kThreads / 32) +
-                            threadIdx.x / 32;
+  const std::int64_t item =
+      static_cast<std::int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
   if (item >= problem.geometry.total_chunks * problem.heads) return;
   const ChunkAt chunk(problem.geometry, item / problem.heads);
   const std::int64_t end = chunk.absolute() + 1, size = end & -end;
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x < kChunk) {
     shared.to_end[threadIdx.x] = Decay<T>(shared.sums, kChunk - 1, threadIdx.x);
   }
-  const TokenSource<T> k{&problem.k, &chunk.span, chunk.first_row(), problem.Group(head), k0,
-                         shared.to_end};
+  const TokenSource<T> k{&problem.k,          &chunk.span, chunk.first_row(),
+                         problem.Group(head), k0,          shared.to_end};
   const TokenSource<T> v{&problem.v, &chunk.span, chunk.first_row(), problem.Head(head), v0};
   typename Math::Tile x;
   Clear(x);

@@ -4,10 +4,10 @@
 //        + sum over live nodes b of level_scales[t, level of b] S_b^T read
 //
 // weight[s] and read [K] are what the transition makes of q[t], and so is Advance, which carries a
-// K x columns piece of a state over the tokens of a chunk when the ring is full and its oldest chunk
-// is folded into the nodes. Columns of V never mix: a block owns some columns of one head of one
-// sequence. The ring's k, g and beta are shared by blocks, so they are written at the very end by
-// the block of the sequence that finishes last; blocks count themselves in the upper half of the
+// K x columns piece of a state over the tokens of a chunk when the ring is full and its oldest
+// chunk is folded into the nodes. Columns of V never mix: a block owns some columns of one head of
+// one sequence. The ring's k, g and beta are shared by blocks, so they are written at the very end
+// by the block of the sequence that finishes last; blocks count themselves in the upper half of the
 // sequence's position, which is below 2^32 otherwise, and the last one writes the new position over
 // it. So one launch does, and nothing has to be reset between launches.
 #pragma once
@@ -30,8 +30,8 @@ inline constexpr int kMaxKeySize = 512;
 
 template <typename T>
 struct StepMemory {
-  double sums[kStateRing];      // running sums of g from the base, see RingSums
-  T weight[kStateRing];         // of v of the ring's tokens
+  double sums[kStateRing];  // running sums of g from the base, see RingSums
+  T weight[kStateRing];     // of v of the ring's tokens
   T read[kMaxKeySize];
   T partial[kStepThreads];
   unsigned arrived;
@@ -42,10 +42,10 @@ template <typename T>
 struct StepBlock {
   const Problem& problem;
   StepMemory<T>& shared;
-  T* tile;  // [K, columns] in shared memory
+  T* tile;    // [K, columns] in shared memory
   Span span;  // row j is the token at position base at entry + j
   int head, group;
-  int v0, columns;  // first column, and how many threads stand side by side in a row
+  int v0, columns;    // first column, and how many threads stand side by side in a row
   std::int64_t base;  // of the ring as it is now
 
   __device__ int column() const { return threadIdx.x % columns; }
@@ -81,8 +81,8 @@ struct StepBlock {
 
 __device__ inline bool SlotIsLive(const Problem& problem, std::int64_t base, int slot) {
   const std::int64_t chunk = base / kChunk;
-  return slot == problem.top_slot ? (chunk >> slot) != 0 : slot < problem.top_slot &&
-                                                               (chunk >> slot) % 2 != 0;
+  return slot == problem.top_slot ? (chunk >> slot) != 0
+                                  : slot < problem.top_slot && (chunk >> slot) % 2 != 0;
 }
 
 // Folds the oldest chunk of the ring into the nodes of this block's columns.
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kStepThreads)
   span.tokens = problem.geometry.tokens;
   span.base = state.base[n];
   span.ring_tokens = static_cast<int>(position - span.base);
-  StepBlock<T> block{problem, shared, &SharedAs<T>(), span, h, h / problem.heads_per_group,
+  StepBlock<T> block{problem, shared,  &SharedAs<T>(), span, h, h / problem.heads_per_group,
                      v0,      columns, span.base};
   T* nodes = static_cast<T*>(state.nodes) +
              (static_cast<std::int64_t>(n) * problem.H + h) * state.slots * problem.state_size();
@@ -207,9 +207,7 @@ __global__ void __launch_bounds__(kStepThreads)
 template <typename T>
 int StepColumns(std::int64_t sequences, const Problem& problem) {
   int columns = 64;
-  const auto blocks = [&] {
-    return sequences * problem.H * ((problem.V + columns - 1) / columns);
-  };
+  const auto blocks = [&] { return sequences * problem.H * ((problem.V + columns - 1) / columns); };
   while (columns > 16 &&
          (blocks() < 256 || problem.K * columns * sizeof(T) > (std::size_t{48} << 10) ||
           columns / 2 >= problem.V)) {

@@ -8,8 +8,10 @@
 //
 // Arithmetic is one of
 //   FmaMath<float>, FmaMath<double>   plain multiply-adds: float32 and float64 storage
-//   TensorMath                        mma.sync on tf32 operands, float32 sums: 16-bit storage, whose
-//                                     values tf32 holds exactly (8-bit exponent, 11-bit significand)
+//   TensorMath                        mma.sync on tf32 operands, float32 sums: 16-bit storage,
+//   whose
+//                                     values tf32 holds exactly (8-bit exponent, 11-bit
+//                                     significand)
 #pragma once
 
 #include "cuda/general/elements.cuh"
@@ -54,7 +56,7 @@ struct FmaMath {
     T x[32];
   };
 
-  static constexpr int kRows = 8;       // rows that a thread has entries of: i / 4
+  static constexpr int kRows = 8;         // rows that a thread has entries of: i / 4
   static constexpr int kRowThreads = 16;  // neighbouring threads that share a row
   __device__ static int RowSlot(int i) { return i / 4; }
   __device__ static int Row(int i) { return threadIdx.x / 16 * 8 + i / 4; }
@@ -154,7 +156,8 @@ template <typename Math, typename F>
 __device__ inline void AddRowSums(typename Math::Tile& tile, typename Math::Scalar* out, F&& f) {
   typename Math::Scalar sums[Math::kRows] = {};
 #pragma unroll
-  for (int i = 0; i < 32; ++i) sums[Math::RowSlot(i)] += f(Math::Row(i), Math::Column(i), tile.x[i]);
+  for (int i = 0; i < 32; ++i)
+    sums[Math::RowSlot(i)] += f(Math::Row(i), Math::Column(i), tile.x[i]);
 #pragma unroll
   for (int r = 0; r < Math::kRows; ++r) {
 #pragma unroll
@@ -165,7 +168,8 @@ __device__ inline void AddRowSums(typename Math::Tile& tile, typename Math::Scal
   if (threadIdx.x % Math::kRowThreads != 0) return;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
-    if (i == 0 || Math::RowSlot(i) > Math::RowSlot(i - 1)) out[Math::Row(i)] += sums[Math::RowSlot(i)];
+    if (i == 0 || Math::RowSlot(i) > Math::RowSlot(i - 1))
+      out[Math::Row(i)] += sums[Math::RowSlot(i)];
     if (Math::RowSlot(i) == Math::kRows - 1) break;
   }
 }
@@ -185,13 +189,21 @@ struct RowsDepth {
 
 // C = A B is Product(c, memory, depth, Left(a), Right(b)); T stands for "transposed".
 template <typename S>
-__device__ RowsOuter<S> Left(const S& s) { return {s}; }
+__device__ RowsOuter<S> Left(const S& s) {
+  return {s};
+}
 template <typename S>
-__device__ RowsDepth<S> LeftT(const S& s) { return {s}; }
+__device__ RowsDepth<S> LeftT(const S& s) {
+  return {s};
+}
 template <typename S>
-__device__ RowsDepth<S> Right(const S& s) { return {s}; }
+__device__ RowsDepth<S> Right(const S& s) {
+  return {s};
+}
 template <typename S>
-__device__ RowsOuter<S> RightT(const S& s) { return {s}; }
+__device__ RowsOuter<S> RightT(const S& s) {
+  return {s};
+}
 
 template <typename Math, typename Operand>
 __device__ inline void Stage(typename Math::Scalar* to, int depth_begin, const Operand& operand) {
@@ -215,7 +227,8 @@ __device__ inline void Stage(typename Math::Scalar* to, int depth_begin, const O
 }
 
 // c += A B. Every thread of the block calls it; it starts and ends with the shared memory free to
-// be overwritten by the next call, but a caller that wrote a TileMatrix need not synchronise before.
+// be overwritten by the next call, but a caller that wrote a TileMatrix need not synchronise
+// before.
 template <typename Math, typename A, typename B>
 __device__ inline void Product(typename Math::Tile& c, TileMemory<typename Math::Scalar>& memory,
                                int depth, const A& a, const B& b) {

@@ -20,9 +20,9 @@ constexpr int kBackwardTokens = 256;  // fewer partial sums of d_weight
 // As many sequences as kernel parameters (4 KB everywhere) hold beside the rest.
 constexpr int kMaxSequences = 200;
 struct Sequences {
-  std::int64_t first = 0;  // index of the first of them
+  std::int64_t first = 0;              // index of the first of them
   std::int64_t tokens = 0, tiles = 0;  // of each, where all are equal (count = 0)
-  int count = 0;                      // packed sequences in the tables
+  int count = 0;                       // packed sequences in the tables
   std::int64_t begin[kMaxSequences + 1];
   int tile_begin[kMaxSequences + 1];
 };
@@ -32,7 +32,7 @@ struct Conv {
   DType dtype, weight_dtype, bias_dtype;
   std::int64_t channels;
   int width;
-  std::int64_t x_batch, x_token, weight_channel;   // strides
+  std::int64_t x_batch, x_token, weight_channel;  // strides
   std::int64_t initial_sequence, initial_channel;
   bool silu;
 };
@@ -97,9 +97,9 @@ struct Channel {
 #pragma unroll
     for (int w = 0; w < kWidth; ++w) {
       const int tap = w - (kWidth - conv.width);
-      weight[w] = tap >= 0 ? LoadElement<T>(conv.weight, conv.weight_dtype,
-                                            d * conv.weight_channel + tap)
-                           : T(0);
+      weight[w] =
+          tap >= 0 ? LoadElement<T>(conv.weight, conv.weight_dtype, d * conv.weight_channel + tap)
+                   : T(0);
     }
     bias = conv.bias ? LoadElement<T>(conv.bias, conv.bias_dtype, d) : T(0);
   }
@@ -175,12 +175,12 @@ __global__ void __launch_bounds__(kLayerThreads)
       value = LoadElement<T>(conv.x, conv.dtype,
                              tile.batch * conv.x_batch + (tile.first_token + t) * conv.x_token + d);
     } else if (conv.initial != nullptr) {
-      value = LoadElement<T>(conv.initial, conv.dtype,
-                             tile.sequence * conv.initial_sequence + d * conv.initial_channel +
-                                 conv.width - 1 + t);
+      value = LoadElement<T>(
+          conv.initial, conv.dtype,
+          tile.sequence * conv.initial_sequence + d * conv.initial_channel + conv.width - 1 + t);
     }
-    StoreElement<T>(state, conv.dtype,
-                    tile.sequence * state_sequence + d * state_channel + w, value);
+    StoreElement<T>(state, conv.dtype, tile.sequence * state_sequence + d * state_channel + w,
+                    value);
   }
 }
 
@@ -198,9 +198,8 @@ __global__ void __launch_bounds__(kLayerThreads)
     T gradient = 0;
     if (t < tile.tokens) {
       Push<T, kWidth>(window, channel.X(t));
-      gradient = LoadElement<T>(
-          d_y.data, conv.dtype,
-          tile.batch * d_y.batch + (tile.first_token + t) * d_y.token + d);
+      gradient = LoadElement<T>(d_y.data, conv.dtype,
+                                tile.batch * d_y.batch + (tile.first_token + t) * d_y.token + d);
       if (conv.silu) gradient *= SiluSlope(channel.Z(window));
     }
     if (t < tile.end) {
@@ -246,8 +245,8 @@ __global__ void __launch_bounds__(kLayerThreads)
     for (int slot = t; slot < kWidth; ++slot) {
       const int tap = slot - t;
       if (slot + 1 < conv.width) {
-        sums[slot] += dz * LoadElement<T>(conv.weight, conv.weight_dtype,
-                                          d * conv.weight_channel + tap);
+        sums[slot] +=
+            dz * LoadElement<T>(conv.weight, conv.weight_dtype, d * conv.weight_channel + tap);
       }
     }
   }
@@ -323,10 +322,9 @@ void ForEachPiece(const CausalConv& inputs, int tile_tokens, F&& f) {
 
 std::int64_t CountTiles(const CausalConv& inputs, int tile_tokens) {
   std::int64_t count = 0;
-  ForEachPiece(inputs, tile_tokens,
-               [&](const Sequences&, std::int64_t tiles, std::int64_t, std::int64_t) {
-                 count += tiles;
-               });
+  ForEachPiece(
+      inputs, tile_tokens,
+      [&](const Sequences&, std::int64_t tiles, std::int64_t, std::int64_t) { count += tiles; });
   return count;
 }
 
@@ -378,15 +376,15 @@ void CausalConv1dBackward(const CausalConv& inputs, const TensorView& d_y,
   WithTypes(inputs, [&]<typename T, int kWidth>() {
     T* partial = WantsSums(gradients) ? static_cast<T*>(context.workspace) : nullptr;
     std::int64_t parts = 0;
-    ForEachPiece(inputs, kBackwardTokens,
-                 [&](const Sequences& sequences, std::int64_t tiles, std::int64_t first_tile,
-                     std::int64_t) {
-                   T* to = partial ? partial + first_tile * (kWidth + 1) * conv.channels : nullptr;
-                   Launch("causal conv backward", ConvBackward<T, kWidth>, tiles * channel_blocks,
-                          kLayerThreads, 0, stream, conv, sequences, MakeOutput(d_y),
-                          MakeOutput(gradients.x), to);
-                   parts += tiles;
-                 });
+    ForEachPiece(
+        inputs, kBackwardTokens,
+        [&](const Sequences& sequences, std::int64_t tiles, std::int64_t first_tile, std::int64_t) {
+          T* to = partial ? partial + first_tile * (kWidth + 1) * conv.channels : nullptr;
+          Launch("causal conv backward", ConvBackward<T, kWidth>, tiles * channel_blocks,
+                 kLayerThreads, 0, stream, conv, sequences, MakeOutput(d_y),
+                 MakeOutput(gradients.x), to);
+          parts += tiles;
+        });
     const std::int64_t stride = (kWidth + 1) * conv.channels;
     const auto sum = [&](int row, void* out, DType dtype, std::int64_t out_stride) {
       Launch("causal conv weight", SumParts<T>, (conv.channels + 31) / 32, kLayerThreads, 0, stream,

@@ -135,9 +135,8 @@ __global__ void __launch_bounds__(kLayerThreads)
     NormBackward(Norm norm, RowList d_y, RowList d_x, RowList d_gate, T* partial) {
   const int lane = threadIdx.x % norm.group, group = threadIdx.x / norm.group;
   const std::int64_t rows_per_block = kLayerThreads / norm.group;
-  T* sums = partial == nullptr
-                ? nullptr
-                : partial + (blockIdx.x * rows_per_block + group) * norm.columns;
+  T* sums =
+      partial == nullptr ? nullptr : partial + (blockIdx.x * rows_per_block + group) * norm.columns;
   if (sums != nullptr) {
     for (std::int64_t j = lane; j < norm.columns; j += norm.group) sums[j] = 0;
   }

@@ -16,8 +16,7 @@ namespace {
 namespace general = cuda::general;
 
 constexpr Backend kEmulated = {general::Forward, general::Backward, general::Step,
-                               general::ForwardWorkspaceBytes,
-                               general::BackwardWorkspaceBytes};
+                               general::ForwardWorkspaceBytes, general::BackwardWorkspaceBytes};
 
 constexpr LayerBackend kEmulatedLayers = {
     .causal_conv1d = cuda::CausalConv1d,
