@@ -1,8 +1,8 @@
 """Trains a byte-level language model on text files with DDP or FSDP2.
 
-    torchrun --nproc-per-node 8 examples/train_distributed.py --parallel fsdp --data src/ --steps 200
-    torchrun --nproc-per-node 2 examples/train_distributed.py --data README.md --steps 20 \\
-        --checkpoint out/ddp --save-every 10          # again, with any number of processes: goes on
+    torchrun --nproc-per-node 8 examples/train_distributed.py --parallel fsdp --data src/
+    torchrun --nproc-per-node 2 examples/train_distributed.py --data README.md \\
+        --checkpoint out/ddp --save-every 10    # again, with any number of processes: goes on
 
 The global batch is fixed and cut over the processes, so that losses do not depend on their number.
 FSDP2 keeps parameters in bfloat16 where the device is a GPU and reduces gradients in float32.

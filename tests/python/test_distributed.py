@@ -1,4 +1,4 @@
-"""Two Gloo processes give the losses of one, with DDP and FSDP2; checkpoints change process count."""
+"""Two Gloo processes give the losses of one (DDP, FSDP2); checkpoints change process count."""
 
 import os
 import re

@@ -49,7 +49,8 @@ class Packing:
         if bool((lengths == mask.shape[1]).all()):
             return None
         cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0))
-        return cls(mask.flatten().nonzero().squeeze(1), cu_seqlens, tuple(mask.shape))
+        batch, tokens = mask.shape
+        return cls(mask.flatten().nonzero().squeeze(1), cu_seqlens, (batch, tokens))
 
     def pack(self, x: Tensor) -> Tensor:
         """``[B, T, ...]`` to ``[1, total, ...]``."""
@@ -171,17 +172,13 @@ class Mixer(Float32Parameters):
         raise NotImplementedError
 
     @staticmethod
-    def _may_step(
+    def _stepping_state(
         x: Tensor, last: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
-    ) -> bool:
-        """Whether the state may be updated in place by the decode kernel."""
-        return (
-            last is not None
-            and use_cache
-            and cu_seqlens is None
-            and 1 <= x.shape[1] <= STATE_CHUNK
-            and not torch.is_grad_enabled()
-        )
+    ) -> LogLinearState | None:
+        """The state, where the decode kernel may update it in place."""
+        if last is None or not use_cache or cu_seqlens is not None or torch.is_grad_enabled():
+            return None
+        return last.recurrent if 1 <= x.shape[1] <= STATE_CHUNK else None
 
 
 def mark_no_weight_decay(module: nn.Module, names: tuple[str, ...]) -> None:

@@ -145,8 +145,8 @@ class LogLinearGatedDeltaNet(Mixer):
         dl = self.l_proj(x).unflatten(-1, (self.num_v_heads, -1))
         level_scales = F.softplus(self.L * dl).to(v.dtype)
 
-        state = last.recurrent if last is not None else None
-        if self._may_step(x, last, use_cache, cu_seqlens):
+        state = self._stepping_state(x, last, use_cache, cu_seqlens)
+        if state is not None:
             o = log_linear_gated_delta_rule_step(
                 q,
                 k,
@@ -166,7 +166,7 @@ class LogLinearGatedDeltaNet(Mixer):
                 g,
                 beta,
                 level_scales,
-                initial_state=state,
+                initial_state=None if last is None else last.recurrent,
                 output_final_state=use_cache,
                 cu_seqlens=cu_seqlens,
                 use_qk_l2norm_in_kernel=True,
@@ -174,4 +174,5 @@ class LogLinearGatedDeltaNet(Mixer):
             )
         gate = self.g_proj(x).view_as(o) if self.use_gate else None
         out = self.o_proj(self.o_norm(o, gate).flatten(-2))
-        return out, LayerState(conv_states, state) if use_cache else None
+        new = None if state is None else LayerState(conv_states, state)
+        return out, new

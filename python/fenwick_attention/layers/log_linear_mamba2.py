@@ -137,9 +137,9 @@ class LogLinearMamba2(Mixer):
     ) -> tuple[Tensor, LayerState | None]:
         z, xbc, dt, dl = self.in_proj(x).split(self.projections, dim=-1)
         conv_in = last.conv[0] if last is not None else None
-        conv_out = (
-            conv_state_after(xbc, self.conv_kernel, conv_in, cu_seqlens) if use_cache else None
-        )
+        conv_states = []
+        if use_cache:
+            conv_states.append(conv_state_after(xbc, self.conv_kernel, conv_in, cu_seqlens))
         xbc = causal_conv1d(self.conv1d, xbc, conv_in, cu_seqlens)
         groups = self.n_groups * self.state_size
         u, b, c = xbc.split([self.d_inner, groups, groups], dim=-1)
@@ -152,8 +152,8 @@ class LogLinearMamba2(Mixer):
         level_scales = F.softplus(self.L * dl.unflatten(-1, (self.num_heads, -1))).to(u.dtype)
         v = (u * dt[..., None]).to(u.dtype)
 
-        state = last.recurrent if last is not None else None
-        if self._may_step(x, last, use_cache, cu_seqlens):
+        state = self._stepping_state(x, last, use_cache, cu_seqlens)
+        if state is not None:
             y = log_linear_attention_step(
                 c, b, v, g, level_scales, state, level_policy=self.level_policy
             )
@@ -164,7 +164,7 @@ class LogLinearMamba2(Mixer):
                 v,
                 g,
                 level_scales,
-                initial_state=state,
+                initial_state=None if last is None else last.recurrent,
                 output_final_state=use_cache,
                 cu_seqlens=cu_seqlens,
                 level_policy=self.level_policy,
@@ -173,4 +173,5 @@ class LogLinearMamba2(Mixer):
         y = y + u * (skip[:, None] if skip.numel() == self.num_heads else skip.view_as(u[0, 0]))
         y = y.flatten(-2)
         y = self.norm(y, z) if self.norm is not None else y * F.silu(z)
-        return self.out_proj(y), LayerState([conv_out], state) if use_cache else None
+        new = None if state is None else LayerState(conv_states, state)
+        return self.out_proj(y), new
