@@ -273,7 +273,7 @@ def _attention(
         return o, None
     if beta is None:
         parts.insert(3, None)
-    return o, LogLinearState(*parts, max_position=max_position)
+    return o, LogLinearState(*parts, max_position)
 
 
 def _step(

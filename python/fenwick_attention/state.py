@@ -173,7 +173,7 @@ def _flatten(state: LogLinearState) -> tuple[list[Any], Any]:
 
 
 def _unflatten(children: Any, max_position: Any) -> LogLinearState:
-    return LogLinearState(*children, max_position=max_position)
+    return LogLinearState(*children, max_position)
 
 
 torch.utils._pytree.register_pytree_node(

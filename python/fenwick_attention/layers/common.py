@@ -96,6 +96,11 @@ def conv_state_after(
     return torch.where(inside, rows, before).transpose(1, 2).contiguous()
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` in float32, or as it is where it is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def inverse_softplus_uniform(
     size: int, dt_min: float = 0.001, dt_max: float = 0.1, dt_init_floor: float = 1e-4
 ) -> Tensor:

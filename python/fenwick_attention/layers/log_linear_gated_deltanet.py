@@ -17,6 +17,7 @@ from fenwick_attention.layers.common import (
     MAX_LEVELS,
     LayerState,
     Mixer,
+    at_least_float32,
     causal_conv1d,
     conv_state_after,
     inverse_softplus_uniform,
@@ -138,10 +139,11 @@ class LogLinearGatedDeltaNet(Mixer):
             inputs = [F.silu(u) for u in inputs]
         q, k = (u.unflatten(-1, (self.num_heads, self.head_k_dim)) for u in inputs[:2])
         v = inputs[2].unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        beta = torch.sigmoid(self.b_proj(x).float())
+        beta = torch.sigmoid(at_least_float32(self.b_proj(x)))
         if self.allow_neg_eigval:
             beta = 2 * beta
-        g = -torch.exp(self.A_log.float()) * F.softplus(self.a_proj(x).float() + self.dt_bias)
+        dt = F.softplus(at_least_float32(self.a_proj(x)) + self.dt_bias)
+        g = -torch.exp(at_least_float32(self.A_log)) * dt
         dl = self.l_proj(x).unflatten(-1, (self.num_v_heads, -1))
         level_scales = F.softplus(self.L * dl).to(v.dtype)
 

@@ -17,6 +17,7 @@ from fenwick_attention.layers.common import (
     MAX_LEVELS,
     LayerState,
     Mixer,
+    at_least_float32,
     causal_conv1d,
     conv_state_after,
     inverse_softplus_uniform,
@@ -145,10 +146,10 @@ class LogLinearMamba2(Mixer):
         u, b, c = xbc.split([self.d_inner, groups, groups], dim=-1)
         u = u.unflatten(-1, (self.num_heads, self.head_dim))
         b, c = (t.unflatten(-1, (self.n_groups, self.state_size)) for t in (b, c))
-        dt = F.softplus(dt.float() + self.dt_bias)
+        dt = F.softplus(at_least_float32(dt) + self.dt_bias)
         if self.dt_limit != (0.0, float("inf")):
             dt = dt.clamp(*self.dt_limit)
-        g = -torch.exp(self.A_log.float()) * dt
+        g = -torch.exp(at_least_float32(self.A_log)) * dt
         level_scales = F.softplus(self.L * dl.unflatten(-1, (self.num_heads, -1))).to(u.dtype)
         v = (u * dt[..., None]).to(u.dtype)
 
