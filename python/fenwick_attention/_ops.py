@@ -175,10 +175,11 @@ def _register_causal_conv1d() -> None:
         ctx.save_for_backward(*tensors)
 
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor only once
         d_x, d_weight, d_bias, d_state = torch.ops.fenwick.causal_conv1d_backward(
-            d_y, *ctx.saved_tensors, ctx.silu
+            d_y, *saved, ctx.silu
         )
-        _, _, bias, initial_state, _ = ctx.saved_tensors
+        _, _, bias, initial_state, _ = saved
         return (
             d_x,
             d_weight,

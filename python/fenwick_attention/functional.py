@@ -208,7 +208,7 @@ def _prepare(
     if level_policy not in ("error", "saturate"):
         raise ValueError(f"level_policy: expected 'error' or 'saturate', got {level_policy!r}")
     device = q.device.type
-    if torch.is_autocast_enabled(device):
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -55,7 +55,7 @@ def test_golden(rule, case):
 @pytest.mark.parametrize("split", [1, 63, 64, 65, 129, 200])
 @pytest.mark.parametrize("rule", RULES)
 def test_split_calls_and_steps_equal_one_call(rule, split):
-    args = inputs(rule, T=260, L=9 if split < 200 else 10)
+    args = inputs(rule, T=260)
     whole, whole_state = call(rule, args, output_final_state=True)
     head, state = call(rule, cut(args, 0, split), output_final_state=True)
     tail, tail_state = call(
