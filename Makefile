@@ -5,6 +5,7 @@ SHELL := /bin/bash
 PRESET ?= default
 BUILD := build
 PYTHON := .venv/bin/python
+PYTESTS := tests/torch tests/python
 # Parallel compilers: one per core, but no more than memory allows (2 GB each).
 JOBS ?= $(shell awk -v n=$$(nproc) '/MemAvailable/ {m = int($$2 / 2000000); print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
 
@@ -28,6 +29,8 @@ demo: build ## verify, train, generate and measure on this machine (about 8 minu
 
 test: build ## run all tests
 	@ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
+	@FENWICK_TORCH_LIBRARY=$(BUILD)/lib/libfenwick_torch.so PYTHONPATH=python \
+		$(PYTHON) -m pytest -q -p no:cacheprovider $(PYTESTS)
 
 bench: build ## time the operators on this machine
 	@$(BUILD)/bin/fenwick bench

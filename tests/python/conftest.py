@@ -1,27 +1,10 @@
-import json
-from pathlib import Path
+import zlib
 
 import pytest
 import torch
-from safetensors import safe_open
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """‖out − ref‖ / ‖ref‖ in float64; NaN never passes a comparison with it."""
-    out, ref = out.detach().double(), ref.detach().double()
-    return float((out - ref).norm() / ref.norm())
-
-
-def load_golden(name: str) -> tuple[dict[str, torch.Tensor], dict]:
-    """Tensors and the `config` of a golden file's metadata."""
-    with safe_open(GOLDEN / name, "pt") as f:
-        tensors = {k: f.get_tensor(k) for k in f.keys()}
-        metadata = f.metadata()
-    return tensors, json.loads(metadata.get("config", "{}"))
 
 
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(abs(hash(request.node.nodeid)) % 2**31)
+    """Every test draws the same numbers in every run, and other numbers than the others."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))

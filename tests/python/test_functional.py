@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import load_golden, relative_error
+from helpers import load_golden, relative_error
 
 import fenwick_attention as fa
 from fenwick_attention import LogLinearState

@@ -2,9 +2,10 @@
 and the identities that hold between calls. Gradients too."""
 
 import pytest
-import reference
 import torch
 from problems import OPERATORS, Operator, num_levels, num_slots
+
+import reference
 from reference import relative_error
 
 # dtype -> bounds of the relative error, outputs and gradients. In low precision the reference has

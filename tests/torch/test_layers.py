@@ -1,10 +1,11 @@
 """Causal convolution and norms against torch's own functions, gradients included."""
 
 import pytest
-import reference
 import torch
-from reference import relative_error
 from torch.library import opcheck
+
+import reference
+from reference import relative_error
 
 ops = torch.ops.fenwick
 

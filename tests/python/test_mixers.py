@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import load_golden, relative_error
+from helpers import load_golden, relative_error
 
 from fenwick_attention import Cache, LogLinearGatedDeltaNet, LogLinearMamba2
 
