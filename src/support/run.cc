@@ -61,20 +61,6 @@ struct DeviceInputs {
   }
 };
 
-Context ContextFor(const RunOptions& options, const Allocation& workspace) {
-  return {.device = options.device,
-          .workspace = workspace.data(),
-          .workspace_bytes = workspace.bytes(),
-          .num_threads = options.num_threads};
-}
-
-Allocation PoisonedWorkspace(std::size_t bytes, const RunOptions& options) {
-  Allocation workspace(options.device, bytes);
-  const std::vector<std::byte> poison(bytes, std::byte{0xff});
-  if (bytes > 0) MemoryOf(options.device).CopyIn(workspace.data(), poison.data(), bytes);
-  return workspace;
-}
-
 void FillWithNaN(State& state) {
   for (Tensor* x : {&state.k, &state.v, &state.g, &state.beta, &state.nodes}) {
     std::fill(x->data.begin(), x->data.end(), std::nan(""));
@@ -88,6 +74,20 @@ std::int64_t Size(const std::vector<std::int64_t>& sizes, int begin, int end) {
 }
 
 }  // namespace
+
+Context ContextFor(const RunOptions& options, const Allocation& workspace) {
+  return {.device = options.device,
+          .workspace = workspace.data(),
+          .workspace_bytes = workspace.bytes(),
+          .num_threads = options.num_threads};
+}
+
+Allocation PoisonedWorkspace(std::size_t bytes, const RunOptions& options) {
+  Allocation workspace(options.device, bytes);
+  const std::vector<std::byte> poison(bytes, std::byte{0xff});
+  if (bytes > 0) MemoryOf(options.device).CopyIn(workspace.data(), poison.data(), bytes);
+  return workspace;
+}
 
 DeviceState::DeviceState(const State& values, std::int64_t min_slots, const RunOptions& options)
     : k_(options.device, options.dtype, values.k),

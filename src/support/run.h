@@ -34,6 +34,10 @@ reference::Gradients RunBackward(const reference::Arguments& arguments,
 reference::Result RunSteps(const reference::Arguments& arguments,
                            const std::vector<std::int64_t>& step_sizes, const RunOptions& options);
 
+// For calls of one's own: a workspace of NaN, and the context that names it.
+Allocation PoisonedWorkspace(std::size_t bytes, const RunOptions& options);
+Context ContextFor(const RunOptions& options, const Allocation& workspace);
+
 // A state on a device, with room for `min_slots` node slots at least. Ring slots that hold no token
 // are poisoned.
 class DeviceState {

@@ -21,7 +21,6 @@ void Check(const ProblemSpec& spec) {
 }
 
 TEST_P(BackwardTest, RandomRaggedShapes) {
-  FENWICK_REQUIRE_KERNEL(kBackward);
   for (int i = 0; i < 20; ++i) {
     ProblemSpec spec = RandomSpec(/*max_tokens=*/200);
     spec.d_final_state = Uniform(0, 1) == 1;
@@ -30,7 +29,6 @@ TEST_P(BackwardTest, RandomRaggedShapes) {
 }
 
 TEST_P(BackwardTest, PoisonBeyondTheEndAndBetweenRows) {
-  FENWICK_REQUIRE_KERNEL(kBackward);
   for (const std::int64_t T : {1, 63, 65, 70, 200}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       ProblemSpec spec = Spec(dtype);
@@ -46,7 +44,6 @@ TEST_P(BackwardTest, PoisonBeyondTheEndAndBetweenRows) {
 }
 
 TEST_P(BackwardTest, ExtremeGates) {
-  FENWICK_REQUIRE_KERNEL(kBackward);
   for (const Gate gate : {Gate::kZero, Gate::kTiny, Gate::kHuge, Gate::kReset}) {
     for (const bool everywhere : {false, true}) {
       ProblemSpec spec = Spec();
@@ -63,7 +60,6 @@ TEST_P(BackwardTest, ExtremeGates) {
 
 // One token of each extreme gate at a place where chunks, segments and levels meet.
 TEST_P(BackwardTest, ExtremeGateOnOneToken) {
-  FENWICK_REQUIRE_KERNEL(kBackward);
   for (const double g : {0.0, -1e-6, -90.0, -HUGE_VAL}) {
     for (const std::int64_t token : {0, 1, 63, 64, 100, 127, 128, 256}) {
       ProblemSpec spec = Spec();
@@ -78,7 +74,6 @@ TEST_P(BackwardTest, ExtremeGateOnOneToken) {
 }
 
 TEST_P(BackwardTest, SaturatesAtFourTimesTheTrainedLength) {
-  FENWICK_REQUIRE_KERNEL(kBackward);
   for (const int L : {1, 2, 7, 8, 9}) {
     ProblemSpec spec = Spec();
     spec.T = L < 8 ? 256 : 4 << (L - 1);
@@ -91,7 +86,6 @@ TEST_P(BackwardTest, SaturatesAtFourTimesTheTrainedLength) {
 }
 
 TEST_P(BackwardTest, LongestHeads) {
-  FENWICK_REQUIRE_KERNEL(kBackward);
   ProblemSpec spec = Spec();
   spec.T = 65;
   spec.K = 512;
@@ -104,7 +98,6 @@ TEST_P(BackwardTest, LongestHeads) {
 
 // Worst head of several, not only their norm: sums over a long sequence must not drift.
 TEST_P(BackwardTest, LongSequenceEveryHead) {
-  FENWICK_REQUIRE_KERNEL(kBackward);
   ProblemSpec spec = Spec();
   spec.T = 2100;
   spec.H = 3;
@@ -125,7 +118,6 @@ TEST_P(BackwardTest, LongSequenceEveryHead) {
 }
 
 TEST_P(BackwardTest, LevelsThatAreNotReadGetZero) {
-  FENWICK_REQUIRE_KERNEL(kBackward);
   ProblemSpec spec = Spec();
   spec.T = 100;
   spec.L = 12;
@@ -142,7 +134,6 @@ TEST_P(BackwardTest, LevelsThatAreNotReadGetZero) {
 }
 
 TEST_P(BackwardTest, AuthorsReference) {
-  FENWICK_REQUIRE_KERNEL(kBackward);
   const support::SafetensorsFile file(FENWICK_GOLDEN_DIR "/ops.safetensors");
   int cases = 0;
   for (const auto& c : support::GoldenCases(file)) {
@@ -157,7 +148,6 @@ TEST_P(BackwardTest, AuthorsReference) {
 
 // A gradient that is not asked for is not computed, and the others do not change.
 TEST_P(BackwardTest, AnySubsetOfGradients) {
-  FENWICK_REQUIRE_KERNEL(kBackward);
   ProblemSpec spec = Spec();
   spec.T = 150;
   spec.H = 2;

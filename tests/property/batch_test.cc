@@ -40,9 +40,6 @@ Gradients RowOf(const Gradients& all, std::int64_t b) {
 }
 
 TEST_P(BatchTest, ARowAloneIsBitwiseTheRowAmongSeven) {
-  FENWICK_REQUIRE_KERNEL(kForward);
-  const bool backward = testing::HasKernel(GetParam(), testing::Operation::kBackward);
-  const bool step = testing::HasKernel(GetParam(), testing::Operation::kStep);
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     for (const std::int64_t T : {50, 200, 700}) {
       ProblemSpec spec = Spec(dtype);
@@ -55,10 +52,9 @@ TEST_P(BatchTest, ARowAloneIsBitwiseTheRowAmongSeven) {
       SCOPED_TRACE(support::Describe(problem.spec));
       const Arguments& a = problem.arguments;
       const auto all = support::RunForward(a, spec.options);
-      Gradients all_grad;
+      const Gradients all_grad = support::RunBackward(a, problem.d_o, {}, spec.options);
       reference::Result all_steps;
-      if (backward) all_grad = support::RunBackward(a, problem.d_o, {}, spec.options);
-      if (step && T == 50) all_steps = support::RunSteps(a, {1, 7, 42}, spec.options);
+      if (T == 50) all_steps = support::RunSteps(a, {1, 7, 42}, spec.options);
       for (const std::int64_t b : {0, 3, 6}) {
         const Arguments row = support::SliceRow(a, b);
         ExpectSame("o", support::RunForward(row, spec.options).o,
@@ -67,11 +63,9 @@ TEST_P(BatchTest, ARowAloneIsBitwiseTheRowAmongSeven) {
           ExpectSame("o of steps", support::RunSteps(row, {1, 7, 42}, spec.options).o,
                      support::Slice(all_steps.o, 0, b, b + 1));
         }
-        if (backward) {
-          ExpectSame(
-              support::RunBackward(row, support::Slice(problem.d_o, 0, b, b + 1), {}, spec.options),
-              RowOf(all_grad, b));
-        }
+        ExpectSame(
+            support::RunBackward(row, support::Slice(problem.d_o, 0, b, b + 1), {}, spec.options),
+            RowOf(all_grad, b));
       }
     }
   }
@@ -79,8 +73,6 @@ TEST_P(BatchTest, ARowAloneIsBitwiseTheRowAmongSeven) {
 
 TEST_P(BatchTest, AnyNumberOfThreadsIsBitwiseTheSame) {
   if (GetParam().device != Device::kCPU) GTEST_SKIP() << "threads are the CPU's";
-  FENWICK_REQUIRE_KERNEL(kForward);
-  const bool backward = testing::HasKernel(GetParam(), testing::Operation::kBackward);
   for (const std::int64_t T : {100, 1500}) {
     ProblemSpec spec = Spec();
     spec.T = T;
@@ -91,30 +83,23 @@ TEST_P(BatchTest, AnyNumberOfThreadsIsBitwiseTheSame) {
     RunOptions one = spec.options;
     one.num_threads = 1;
     const auto expected = support::RunForward(problem.arguments, one);
-    Gradients expected_grad;
-    if (backward) {
-      expected_grad =
-          support::RunBackward(problem.arguments, problem.d_o, problem.d_final_state, one);
-    }
+    const Gradients expected_grad =
+        support::RunBackward(problem.arguments, problem.d_o, problem.d_final_state, one);
     for (const int threads : {2, 3}) {
       RunOptions options = spec.options;
       options.num_threads = threads;
       const auto result = support::RunForward(problem.arguments, options);
       ExpectSame("o", result.o, expected.o);
       ExpectSame("nodes", result.final_state.nodes, expected.final_state.nodes);
-      if (backward) {
-        ExpectSame(
-            support::RunBackward(problem.arguments, problem.d_o, problem.d_final_state, options),
-            expected_grad);
-      }
+      ExpectSame(
+          support::RunBackward(problem.arguments, problem.d_o, problem.d_final_state, options),
+          expected_grad);
     }
   }
 }
 
 // Packed sequences, empty ones among them, with and without states: as each alone.
 TEST_P(BatchTest, PackedSequencesAreAsEachAlone) {
-  FENWICK_REQUIRE_KERNEL(kForward);
-  const bool backward = testing::HasKernel(GetParam(), testing::Operation::kBackward);
   for (const bool with_state : {false, true}) {
     ProblemSpec spec = Spec();
     spec.G = 2;
@@ -126,8 +111,7 @@ TEST_P(BatchTest, PackedSequencesAreAsEachAlone) {
     SCOPED_TRACE(support::Describe(problem.spec));
     const Arguments& a = problem.arguments;
     const auto packed = support::RunForward(a, spec.options);
-    Gradients packed_grad;
-    if (backward) packed_grad = support::RunBackward(a, problem.d_o, {}, spec.options);
+    const Gradients packed_grad = support::RunBackward(a, problem.d_o, {}, spec.options);
     const double tolerance = support::Tolerance(spec.options, 300, true);
     for (std::size_t n = 0; n < spec.lengths.size(); ++n) {
       SCOPED_TRACE("sequence " + std::to_string(n));
@@ -143,7 +127,6 @@ TEST_P(BatchTest, PackedSequencesAreAsEachAlone) {
       EXPECT_EQ(state.base, result.final_state.base);
       ExpectClose("nodes", support::Slice(state.nodes, 2, 0, result.final_state.nodes.size(2)),
                   result.final_state.nodes, tolerance);
-      if (!backward) continue;
       const auto grad =
           support::RunBackward(alone, support::Slice(problem.d_o, 1, begin, end), {}, spec.options);
       for (const auto field : kFields) {

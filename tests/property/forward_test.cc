@@ -21,12 +21,10 @@ void Check(const ProblemSpec& spec) {
 }
 
 TEST_P(ForwardTest, RandomRaggedShapes) {
-  FENWICK_REQUIRE_KERNEL(kForward);
   for (int i = 0; i < 30; ++i) Check(RandomSpec());
 }
 
 TEST_P(ForwardTest, PoisonBeyondTheEndAndBetweenRows) {
-  FENWICK_REQUIRE_KERNEL(kForward);
   for (const std::int64_t T : {1, 63, 65, 70, 200}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       for (const Layout layout : {Layout::kPadded, Layout::kRagged}) {
@@ -44,7 +42,6 @@ TEST_P(ForwardTest, PoisonBeyondTheEndAndBetweenRows) {
 }
 
 TEST_P(ForwardTest, ExtremeGates) {
-  FENWICK_REQUIRE_KERNEL(kForward);
   for (const Gate gate : {Gate::kZero, Gate::kTiny, Gate::kHuge, Gate::kReset}) {
     for (const bool everywhere : {false, true}) {
       ProblemSpec spec = Spec();
@@ -58,7 +55,6 @@ TEST_P(ForwardTest, ExtremeGates) {
 }
 
 TEST_P(ForwardTest, SaturatesAtFourTimesTheTrainedLength) {
-  FENWICK_REQUIRE_KERNEL(kForward);
   for (const int L : {1, 2, 7, 8, 9}) {
     ProblemSpec spec = Spec();
     spec.T = L < 8 ? 256 : 4 << (L - 1);
@@ -70,7 +66,6 @@ TEST_P(ForwardTest, SaturatesAtFourTimesTheTrainedLength) {
 }
 
 TEST_P(ForwardTest, LongestHeads) {
-  FENWICK_REQUIRE_KERNEL(kForward);
   ProblemSpec spec = Spec();
   spec.T = 65;
   spec.K = 512;
@@ -83,7 +78,6 @@ TEST_P(ForwardTest, LongestHeads) {
 
 // Enough tokens for several segments of time, also from a state far into a sequence.
 TEST_P(ForwardTest, LongSequence) {
-  FENWICK_REQUIRE_KERNEL(kForward);
   ProblemSpec spec = Spec();
   spec.T = 4100;
   spec.K = spec.V = 8;
@@ -94,7 +88,6 @@ TEST_P(ForwardTest, LongSequence) {
 }
 
 TEST_P(ForwardTest, MoreLevelsThanNeededAreNotRead) {
-  FENWICK_REQUIRE_KERNEL(kForward);
   ProblemSpec spec = Spec();
   spec.T = 100;
   spec.H = 2;
@@ -111,7 +104,6 @@ TEST_P(ForwardTest, MoreLevelsThanNeededAreNotRead) {
 }
 
 TEST_P(ForwardTest, AuthorsReference) {
-  FENWICK_REQUIRE_KERNEL(kForward);
   const support::SafetensorsFile file(FENWICK_GOLDEN_DIR "/ops.safetensors");
   int cases = 0;
   for (const auto& c : support::GoldenCases(file)) {

@@ -1,16 +1,16 @@
-// Element offsets past 2^31: few tokens spread over a huge block of address space, of which only
-// the touched pages exist.
+// Element offsets past 2^31: few tokens spread over a huge block; on the host one of address space,
+// of which only the touched pages exist.
 #include <sys/mman.h>
 
 #include "fenwick/ops.h"
 #include "property/property.h"
-#include "support/element.h"
 
 namespace fenwick {
 namespace {
 
 using reference::Tensor;
 using support::ProblemSpec;
+using support::RunOptions;
 using testing::ExpectClose;
 using testing::NextSeed;
 
@@ -18,72 +18,87 @@ FENWICK_PROPERTY_SUITE(LargeOffsetTest);
 
 constexpr std::int64_t kTokenStride = std::int64_t{1} << 26;  // elements: token 32 is at 2^31
 
+// Address space on the host, memory on a device.
 class HugeBlock {
  public:
-  explicit HugeBlock(std::size_t bytes)
-      : bytes_(bytes),
-        data_(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {}
-  ~HugeBlock() {
-    if (data_ != MAP_FAILED) munmap(data_, bytes_);
+  HugeBlock(Device device, std::size_t bytes) : device_(device), bytes_(bytes) {
+    if (device == Device::kCPU) {
+      void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      data_ = data == MAP_FAILED ? nullptr : static_cast<float*>(data);
+    } else {
+      try {
+        data_ = static_cast<float*>(support::MemoryOf(device).Allocate(bytes));
+      } catch (const Error&) {
+        data_ = nullptr;
+      }
+    }
   }
-  bool ok() const { return data_ != MAP_FAILED; }
-  float* at(std::int64_t element) const { return static_cast<float*>(data_) + element; }
+  ~HugeBlock() {
+    if (data_ == nullptr) return;
+    if (device_ == Device::kCPU) {
+      munmap(data_, bytes_);
+    } else {
+      support::MemoryOf(device_).Free(data_);
+    }
+  }
+  HugeBlock(const HugeBlock&) = delete;
+  HugeBlock& operator=(const HugeBlock&) = delete;
+
+  float* data() const { return data_; }  // null where there is no such block
+  Device device() const { return device_; }
 
  private:
+  Device device_;
   std::size_t bytes_;
-  void* data_;
+  float* data_;
 };
 
-// A view of x's shape with its tokens kTokenStride apart, starting `first` elements into the block.
+// A float32 tensor [1, T, ...] whose tokens lie kTokenStride apart, `first` elements into the
+// block.
 class SpreadTensor {
  public:
-  SpreadTensor(const HugeBlock& block, std::int64_t first, const std::vector<std::int64_t>& sizes) {
-    view_.data = block.at(first);
+  SpreadTensor(const HugeBlock& block, std::int64_t first, const std::vector<std::int64_t>& sizes)
+      : device_(block.device()) {
+    view_.data = block.data() + first;
     view_.rank = static_cast<int>(sizes.size());
-    std::int64_t stride = 1;
     for (int i = view_.rank - 1; i >= 0; --i) {
       view_.sizes[i] = sizes[i];
-      view_.strides[i] = stride;
-      stride *= sizes[i];
+      view_.strides[i] = row_;
+      if (i >= 2) row_ *= sizes[i];
     }
     view_.strides[1] = kTokenStride;
   }
 
-  void Set(const Tensor& x) {
-    ForEach([&](std::int64_t i, std::int64_t offset) {
-      support::StoreElement(view_.data, DType::kFloat32, offset, x.data[i]);
-    });
+  void Set(const Tensor& x) const {
+    std::vector<float> row(row_);
+    for (std::int64_t t = 0; t < view_.size(1); ++t) {
+      for (std::int64_t i = 0; i < row_; ++i) row[i] = static_cast<float>(x.data[t * row_ + i]);
+      support::MemoryOf(device_).CopyIn(RowData(t), row.data(), row_ * sizeof(float));
+    }
   }
   Tensor Values() const {
     Tensor x(std::vector<std::int64_t>(view_.sizes.begin(), view_.sizes.begin() + view_.rank));
-    ForEach([&](std::int64_t i, std::int64_t offset) {
-      x.data[i] = support::LoadElement(view_.data, DType::kFloat32, offset);
-    });
+    std::vector<float> row(row_);
+    for (std::int64_t t = 0; t < view_.size(1); ++t) {
+      support::MemoryOf(device_).CopyOut(row.data(), RowData(t), row_ * sizeof(float));
+      std::copy(row.begin(), row.end(), x.data.begin() + t * row_);
+    }
     return x;
   }
   const TensorView& view() const { return view_; }
 
  private:
-  template <typename F>
-  void ForEach(F&& f) const {
-    for (std::int64_t i = 0; i < view_.num_elements(); ++i) {
-      std::int64_t rest = i, offset = 0;
-      for (int axis = view_.rank - 1; axis >= 0; --axis) {
-        offset += rest % view_.size(axis) * view_.stride(axis);
-        rest /= view_.size(axis);
-      }
-      f(i, offset);
-    }
+  float* RowData(std::int64_t t) const {
+    return static_cast<float*>(view_.data) + t * kTokenStride;
   }
 
+  Device device_;
   TensorView view_;
+  std::int64_t row_ = 1;  // elements of a token
 };
 
 TEST_P(LargeOffsetTest, TokensPast2To31Elements) {
-  if (GetParam().device != Device::kCPU)
-    GTEST_SKIP() << "address space without memory is the host's";
-  FENWICK_REQUIRE_KERNEL(kForward);
   ProblemSpec spec = Spec();
   spec.T = 70;
   spec.H = 2;
@@ -91,8 +106,9 @@ TEST_P(LargeOffsetTest, TokensPast2To31Elements) {
   spec.V = 8;
   const support::Problem problem = support::RandomProblem(spec, NextSeed());
   const reference::Arguments& a = problem.arguments;
-  const HugeBlock block(static_cast<std::size_t>(spec.T) * kTokenStride * sizeof(float));
-  if (!block.ok()) GTEST_SKIP() << "no address space of " << spec.T << " * 256 MiB";
+  const HugeBlock block(GetParam().device,
+                        static_cast<std::size_t>(spec.T) * kTokenStride * sizeof(float));
+  if (block.data() == nullptr) GTEST_SKIP() << "no block of " << spec.T << " * 256 MiB";
   // All tensors lie in the same pages, 64 elements apart.
   const auto spread = [&](int slot, const Tensor& x) {
     SpreadTensor tensor(block, slot * 64, x.sizes);
@@ -109,27 +125,35 @@ TEST_P(LargeOffsetTest, TokensPast2To31Elements) {
                 .g = g.view(),
                 .level_scales = scales.view()};
   if (a.beta.given()) inputs.beta = spread(6, a.beta).view();
-  Forward(inputs, o.view(), {}, {});
+  const RunOptions& options = spec.options;
+  const auto forward_workspace =
+      support::PoisonedWorkspace(ForwardWorkspaceBytes(inputs, {}, options.device), options);
+  Forward(inputs, o.view(), {}, support::ContextFor(options, forward_workspace));
+  support::MemoryOf(options.device).Synchronize();
   const double tolerance = support::Tolerance(spec.options, spec.T, false);
   ExpectClose("o", o.Values(), reference::Forward(a).o, tolerance);
 
-  if (!testing::HasKernel(GetParam(), testing::Operation::kBackward)) return;
   const SpreadTensor d_o = spread(7, problem.d_o);
   const SpreadTensor dq(block, 8 * 64, a.q.sizes), dk(block, 9 * 64, a.k.sizes),
       dv(block, 10 * 64, a.v.sizes), dg(block, 11 * 64, a.g.sizes),
       dscales(block, 12 * 64, a.level_scales.sizes);
-  Backward(inputs, d_o.view(), {},
-           {.q = dq.view(),
-            .k = dk.view(),
-            .v = dv.view(),
-            .g = dg.view(),
-            .level_scales = dscales.view()},
-           {});
+  const SpreadTensor dbeta(block, 13 * 64, a.g.sizes);
+  Gradients gradients{.q = dq.view(),
+                      .k = dk.view(),
+                      .v = dv.view(),
+                      .g = dg.view(),
+                      .level_scales = dscales.view()};
+  if (a.beta.given()) gradients.beta = dbeta.view();
+  const auto workspace = support::PoisonedWorkspace(
+      BackwardWorkspaceBytes(inputs, {}, gradients, options.device), options);
+  Backward(inputs, d_o.view(), {}, gradients, support::ContextFor(options, workspace));
+  support::MemoryOf(options.device).Synchronize();
   const auto expected = reference::Backward(a, problem.d_o);
   ExpectClose("dq", dq.Values(), expected.q, tolerance);
   ExpectClose("dk", dk.Values(), expected.k, tolerance);
   ExpectClose("dv", dv.Values(), expected.v, tolerance);
   ExpectClose("dg", dg.Values(), expected.g, tolerance);
+  if (a.beta.given()) ExpectClose("dbeta", dbeta.Values(), expected.beta, tolerance);
   ExpectClose("dlevel_scales", dscales.Values(), expected.level_scales, tolerance);
 }
 

@@ -77,11 +77,7 @@ class PropertyTest : public ::testing::TestWithParam<Target> {
   std::mt19937_64 random_;
 };
 
-// Skips the test where this backend has no such kernel yet.
-#define FENWICK_REQUIRE_KERNEL(operation)                                                   \
-  if (!::fenwick::testing::HasKernel(GetParam(), ::fenwick::testing::Operation::operation)) \
-  GTEST_SKIP() << "no kernel yet"
-
+// A suite whose TEST_P bodies run once for each available device and transition.
 #define FENWICK_PROPERTY_SUITE(suite)                                                          \
   class suite : public ::fenwick::testing::PropertyTest {};                                    \
   INSTANTIATE_TEST_SUITE_P(Targets, suite, ::testing::ValuesIn(::fenwick::testing::Targets()), \

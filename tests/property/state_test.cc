@@ -37,8 +37,6 @@ INSTANTIATE_TEST_SUITE_P(Targets, StateTest, ::testing::ValuesIn(testing::Target
                          testing::TargetName);
 
 TEST_P(StateTest, StepsAfterPrefillAtEverySplit) {
-  FENWICK_REQUIRE_KERNEL(kForward);
-  FENWICK_REQUIRE_KERNEL(kStep);
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     ProblemSpec spec = Spec(dtype);
     spec.B = 2;
@@ -61,8 +59,6 @@ TEST_P(StateTest, StepsAfterPrefillAtEverySplit) {
 }
 
 TEST_P(StateTest, StepsAcrossEveryPowerOfTwoTo4096) {
-  FENWICK_REQUIRE_KERNEL(kForward);
-  FENWICK_REQUIRE_KERNEL(kStep);
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     ProblemSpec spec = Spec(dtype);
     spec.T = 4096 + 70;
@@ -86,7 +82,6 @@ TEST_P(StateTest, StepsAcrossEveryPowerOfTwoTo4096) {
 
 // From an empty state token by token, no prefill at all; and saturated.
 TEST_P(StateTest, StepsOnly) {
-  FENWICK_REQUIRE_KERNEL(kStep);
   for (const int L : {0, 1, 3, 8, 9}) {
     ProblemSpec spec = Spec();
     spec.B = 2;
@@ -107,7 +102,6 @@ TEST_P(StateTest, StepsOnly) {
 
 // Sequences of one batch at positions of their own, every storage type and layout.
 TEST_P(StateTest, StepsFromPositionsOfTheirOwn) {
-  FENWICK_REQUIRE_KERNEL(kStep);
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
     ProblemSpec spec = Spec(dtype);
     spec.B = 6;
@@ -130,8 +124,6 @@ TEST_P(StateTest, StepsFromPositionsOfTheirOwn) {
 
 // Prefill, steps, prefill, steps ... with the state carried throughout.
 TEST_P(StateTest, AnyMixtureOfCalls) {
-  FENWICK_REQUIRE_KERNEL(kForward);
-  FENWICK_REQUIRE_KERNEL(kStep);
   for (const int L : {0, 8, 9}) {
     ProblemSpec spec = Spec();
     spec.B = 2;
@@ -161,7 +153,6 @@ TEST_P(StateTest, AnyMixtureOfCalls) {
 // After t tokens exactly popcount merged states are live: over the folded chunks the nodes of the
 // set bits, and no other is anything but zero.
 TEST_P(StateTest, LiveNodesAreTheSetBits) {
-  FENWICK_REQUIRE_KERNEL(kForward);
   ProblemSpec spec = Spec();
   spec.lengths = {0, 1, 128, 129, 200, 500, 64 * 21, 1290};
   spec.K = spec.V = 4;
@@ -185,7 +176,6 @@ TEST_P(StateTest, LiveNodesAreTheSetBits) {
 // Speculative decoding on the host: draft up to 64 tokens, take some back, go on.
 TEST_P(StateTest, TruncateTakesBackDraftedTokens) {
   if (GetParam().device != Device::kCPU) GTEST_SKIP() << "HostState lives in host memory";
-  FENWICK_REQUIRE_KERNEL(kStep);
   ProblemSpec spec = Spec();
   spec.B = 2;
   spec.T = 900;

@@ -76,29 +76,6 @@ inline std::string TargetName(const ::testing::TestParamInfo<Target>& info) {
          (info.param.device == Device::kCPU ? "Cpu" : "Cuda");
 }
 
-enum class Operation { kForward, kBackward, kStep };
-
-// False where the device has no kernel of this kind yet, found by a call of one token.
-inline bool HasKernel(const Target& target, Operation operation) {
-  support::ProblemSpec spec;
-  spec.transition = target.transition;
-  spec.options.device = target.device;
-  const support::Problem problem = support::RandomProblem(spec, 1);
-  try {
-    switch (operation) {
-      case Operation::kForward: support::RunForward(problem.arguments, spec.options); break;
-      case Operation::kBackward:
-        support::RunBackward(problem.arguments, problem.d_o, {}, spec.options);
-        break;
-      case Operation::kStep: support::RunSteps(problem.arguments, {1}, spec.options); break;
-    }
-  } catch (const Error& e) {
-    if (std::string(e.what()).find("kernel yet") != std::string::npos) return false;
-    throw;
-  }
-  return true;
-}
-
 inline void PrintTo(const Target& target, std::ostream* os) {
   *os << TargetName(::testing::TestParamInfo<Target>(target, 0));
 }
