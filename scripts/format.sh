@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Formats (or with --check: checks) every tracked C++ and CUDA source with .clang-format, and the
-# Python sources with ruff.
+# Python sources with ruff and, in --check, mypy.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mapfile -t cxx < <(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
@@ -8,6 +8,7 @@ if [[ ${1:-} == --check ]]; then
   clang-format --dry-run --Werror "${cxx[@]}"
   .venv/bin/ruff check --quiet .
   .venv/bin/ruff format --quiet --check .
+  .venv/bin/mypy --no-error-summary
   echo "format: ${#cxx[@]} C++ sources and all Python sources are clean"
 else
   clang-format -i "${cxx[@]}"

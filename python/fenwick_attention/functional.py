@@ -271,9 +271,10 @@ def _attention(
     )
     if not output_final_state:
         return o, None
-    if beta is None:
-        parts.insert(3, None)
-    return o, LogLinearState(*parts, max_position)
+    beta_ring = None if beta is None else parts.pop(3)
+    k_ring, v_ring, g_ring, nodes, position, base = parts
+    final = LogLinearState(k_ring, v_ring, g_ring, beta_ring, nodes, position, base, max_position)
+    return o, final
 
 
 def _step(

@@ -173,7 +173,8 @@ def _flatten(state: LogLinearState) -> tuple[list[Any], Any]:
 
 
 def _unflatten(children: Any, max_position: Any) -> LogLinearState:
-    return LogLinearState(*children, max_position)
+    k, v, g, beta, nodes, position, base = children
+    return LogLinearState(k, v, g, beta, nodes, position, base, max_position)
 
 
 torch.utils._pytree.register_pytree_node(
