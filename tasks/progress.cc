@@ -47,6 +47,10 @@ void Progress::Update(std::int64_t done, const std::string& note) {
   Draw();
 }
 
+void Progress::Clear() {
+  if (terminal_ && !quiet_) std::fputs("\r\033[K", stderr);
+}
+
 void Progress::Finish() {
   if (quiet_) return;
   Draw();

@@ -17,6 +17,8 @@ class Progress {
 
   // `note` follows the bar, e.g. "loss 2.345".
   void Update(std::int64_t done, const std::string& note);
+  // Empties the line of the bar, so that a line of output may take its place.
+  void Clear();
   // Ends the line of the bar, so that other output may follow.
   void Finish();
 

@@ -64,7 +64,7 @@ void AppendDocument(std::vector<std::uint8_t>& text, std::string_view bytes) {
 }  // namespace
 
 TextCorpus LoadText(const TextConfig& config) {
-  if (config.paths.empty()) throw Error("text: expected at least one file or folder, got none");
+  if (config.paths.empty()) throw Error("--data: expected at least one file or folder, got none");
   TextCorpus corpus;
   std::size_t total = 0;
   for (const Source& source : ListSources(config)) {
@@ -78,13 +78,14 @@ TextCorpus LoadText(const TextConfig& config) {
     }
     total += bytes.size();
     ++corpus.num_files;
+    const bool whole = corpus.num_files > 1 || config.held_out >= 1;
     const bool hold_out =
         static_cast<double>(corpus.held_out.size()) < config.held_out * static_cast<double>(total);
-    AppendDocument(hold_out && corpus.num_files > 1 ? corpus.held_out : corpus.train, bytes);
+    AppendDocument(whole && hold_out ? corpus.held_out : corpus.train, bytes);
     if (config.max_bytes > 0 && total >= static_cast<std::size_t>(config.max_bytes)) break;
   }
   if (total == 0) throw Error(config.paths.front() + ": no text found");
-  if (corpus.num_files == 1) {
+  if (corpus.num_files == 1 && corpus.held_out.empty()) {
     const auto cut = static_cast<std::ptrdiff_t>(static_cast<double>(corpus.train.size()) *
                                                  (1.0 - config.held_out));
     corpus.held_out.assign(corpus.train.begin() + cut, corpus.train.end());
