@@ -219,10 +219,17 @@ void Step(benchmark::State& state, Transition transition) {
         std::fill_n(out, kValues, 0.0f);
         for (int s = 0; s < nodes; ++s) {
           float* m = states.data() + (h * nodes + s) * kKeys * kValues;
+          float erased[kValues] = {};
+          if (transition == Transition::kGatedDelta) {
+            for (std::int64_t i = 0; i < kKeys; ++i) {
+              const float weight = -0.5f * problem.k[i];
+              for (std::int64_t j = 0; j < kValues; ++j) erased[j] += weight * m[i * kValues + j];
+            }
+          }
           for (std::int64_t i = 0; i < kKeys; ++i) {
-            const float weight = problem.q[i];
+            const float weight = problem.q[i], key = problem.k[i];
             for (std::int64_t j = 0; j < kValues; ++j) {
-              m[i * kValues + j] *= 0.999f;
+              m[i * kValues + j] = 0.999f * m[i * kValues + j] + key * erased[j];
               out[j] += weight * m[i * kValues + j];
             }
           }

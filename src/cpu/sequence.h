@@ -2,6 +2,7 @@
 // initial state, [begin, end) in the call's tensors.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -41,6 +42,14 @@ class TokenRows {
   std::byte* Row(std::int64_t position) const {
     return position < begin_ ? ring_ + position % kStateRing * ring_stride_
                              : tensor_ + (position - begin_) * tensor_stride_;
+  }
+  // Rows of positions [position, RunEnd) lie RunStride bytes apart.
+  std::int64_t RunEnd(std::int64_t position, std::int64_t end) const {
+    if (position >= begin_) return end;
+    return std::min({end, begin_, (position / kStateRing + 1) * kStateRing});
+  }
+  std::int64_t RunStride(std::int64_t position) const {
+    return position < begin_ ? ring_stride_ : tensor_stride_;
   }
 
  private:

@@ -33,25 +33,34 @@ namespace HWY_NAMESPACE {
 // Tokens that one step looks at: a full ring and the new ones.
 inline constexpr int64_t kWindow = kStateRing + kStateChunk;
 
-template <typename T>
-T DotRow(int64_t count, const T* HWY_RESTRICT a, const T* HWY_RESTRICT b) {
+// out[i] = a . b[i], rows of b `stride` elements apart; kRows rows share the loads of a.
+template <int kRows, typename T>
+HWY_INLINE void DotRows(int64_t count, const T* HWY_RESTRICT a, const T* HWY_RESTRICT b,
+                        int64_t stride, T* HWY_RESTRICT out) {
   const hn::ScalableTag<T> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  // Four sums hide the latency of the additions.
-  auto s0 = hn::Zero(d), s1 = hn::Zero(d), s2 = hn::Zero(d), s3 = hn::Zero(d);
+  constexpr int kChains = kRows == 1 ? 4 : 1;  // sums that hide the latency of an addition
+  hn::Vec<decltype(d)> sum[kRows * kChains];
+  HWY_UNROLL(4)
+  for (int r = 0; r < kRows * kChains; ++r) sum[r] = hn::Zero(d);
   int64_t i = 0;
-  for (; i + 4 * lanes <= count; i += 4 * lanes) {
-    s0 = hn::MulAdd(hn::LoadU(d, a + i), hn::LoadU(d, b + i), s0);
-    s1 = hn::MulAdd(hn::LoadU(d, a + i + lanes), hn::LoadU(d, b + i + lanes), s1);
-    s2 = hn::MulAdd(hn::LoadU(d, a + i + 2 * lanes), hn::LoadU(d, b + i + 2 * lanes), s2);
-    s3 = hn::MulAdd(hn::LoadU(d, a + i + 3 * lanes), hn::LoadU(d, b + i + 3 * lanes), s3);
+  for (; i + kChains * lanes <= count; i += kChains * lanes) {
+    HWY_UNROLL(4)
+    for (int c = 0; c < kChains; ++c) {
+      const auto x = hn::LoadU(d, a + i + c * lanes);
+      HWY_UNROLL(4)
+      for (int r = 0; r < kRows; ++r) {
+        sum[r * kChains + c] =
+            hn::MulAdd(x, hn::LoadU(d, b + r * stride + i + c * lanes), sum[r * kChains + c]);
+      }
+    }
   }
-  for (; i + lanes <= count; i += lanes) {
-    s0 = hn::MulAdd(hn::LoadU(d, a + i), hn::LoadU(d, b + i), s0);
+  for (int r = 0; r < kRows; ++r) {
+    auto row = sum[r * kChains];
+    for (int c = 1; c < kChains; ++c) row = hn::Add(row, sum[r * kChains + c]);
+    out[r] = hn::GetLane(hn::SumOfLanes(d, row));
+    for (int64_t j = i; j < count; ++j) out[r] += a[j] * b[r * stride + j];
   }
-  T sum = hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3))));
-  for (; i < count; ++i) sum += a[i] * b[i];
-  return sum;
 }
 
 // out = alpha out + beta in.
@@ -68,8 +77,7 @@ void CombineRow(int64_t count, T alpha, T* HWY_RESTRICT out, T beta, const T* HW
   for (; i < count; ++i) out[i] = alpha * out[i] + beta * in[i];
 }
 
-// out [columns] += u [rows] S [rows, columns], S contiguous; kVectors vectors of columns stay in
-// registers.
+// out [columns] += u [rows] S [rows, columns]; kVectors vectors of columns stay in registers.
 template <int kVectors, typename T>
 HWY_INLINE void ReadColumns(int64_t rows, const T* HWY_RESTRICT u, const T* HWY_RESTRICT s,
                             int64_t ld, T* HWY_RESTRICT out) {
@@ -89,16 +97,17 @@ HWY_INLINE void ReadColumns(int64_t rows, const T* HWY_RESTRICT u, const T* HWY_
   for (int j = 0; j < kVectors; ++j) hn::StoreU(sum[j], d, out + j * lanes);
 }
 
+// As ReadColumns for any number of columns; reads nothing beyond them.
 template <typename T>
-void ReadNode(int64_t rows, int64_t columns, const T* u, const T* s, T* out) {
+void ReadRows(int64_t rows, int64_t columns, const T* u, const T* s, int64_t ld, T* out) {
   const hn::ScalableTag<T> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   int64_t j = 0;
-  for (; j + 8 * lanes <= columns; j += 8 * lanes) ReadColumns<8>(rows, u, s + j, columns, out + j);
-  for (; j + lanes <= columns; j += lanes) ReadColumns<1>(rows, u, s + j, columns, out + j);
+  for (; j + 8 * lanes <= columns; j += 8 * lanes) ReadColumns<8>(rows, u, s + j, ld, out + j);
+  for (; j + lanes <= columns; j += lanes) ReadColumns<1>(rows, u, s + j, ld, out + j);
   for (; j < columns; ++j) {
     T sum = out[j];
-    for (int64_t i = 0; i < rows; ++i) sum += u[i] * s[i * columns + j];
+    for (int64_t i = 0; i < rows; ++i) sum += u[i] * s[i * ld + j];
     out[j] = sum;
   }
 }
@@ -137,22 +146,17 @@ struct HeadStep {
 
   void Run() {
     Scratch scratch;
-    T* g = scratch.New<T>(kWindow);      // log decays from sequence.base on
-    T* alpha = scratch.New<T>(kWindow);  // exp(g)
+    T* g = scratch.New<T>(kWindow);  // log decays from sequence.base on
     T* beta = scratch.New<T>(kWindow);
     const int64_t window = sequence.end - sequence.base;
-    std::fill_n(g, kWindow, T{0});
     LoadScalars(gates, sequence.base, window, g);
-    if constexpr (kDelta) {
-      LoadScalars(betas, sequence.base, window, beta);
-      std::copy_n(g, kWindow, alpha);
-      ExpVector(kWindow, alpha);
-    }
+    if constexpr (kDelta) LoadScalars(betas, sequence.base, window, beta);
     T* u = scratch.New<T>(PaddedColumns<T>(key_size));
     T* row = scratch.New<T>(PaddedColumns<T>(std::max(key_size, value_size)));
     T* out = scratch.New<T>(PaddedColumns<T>(value_size));
     T* lambda = scratch.New<T>(PaddedColumns<T>(num_levels));
-    T* decays = scratch.New<T>(kWindow + 1);
+    T* decays = scratch.New<T>(PaddedColumns<T>(kWindow + 1));
+    T* weights = scratch.New<T>(kWindow);
     const int levels = std::min(num_levels, NumLevels(sequence.end));
     int64_t base = sequence.base;
     for (int64_t t = sequence.begin; t < sequence.end; ++t) {
@@ -166,46 +170,87 @@ struct HeadStep {
       for (int64_t i = 0; i < key_size; ++i) u[i] *= scale;
       std::fill_n(out, value_size, T{0});
       const int64_t first = base - sequence.base;
-      if constexpr (!kDelta) Decays(g, first, t - sequence.base, decays);
-      for (int64_t s = t; s >= base; --s) {
-        const T weight_lambda = lambda[SaturatedLevel(t, s, num_levels)];
-        const T* k = RowOf(keys, s, key_size, row);
-        T weight = DotRow(key_size, u, k);
-        if constexpr (kDelta) {
-          weight *= beta[s - sequence.base];
-          const T decay = alpha[s - sequence.base];
-          CombineRow(key_size, decay, u, -decay * weight, k);
-        } else {
-          weight *= decays[s - base + 1];
-        }
-        CombineRow(value_size, T{1}, out, weight_lambda * weight,
-                   RowOf(values, s, value_size, row));
+      const int64_t count = t - base + 1;
+      Decays(g, first, count, decays);
+      if constexpr (kDelta) {
+        WalkBack(base, count, beta + first, u, row, weights);
+      } else {
+        Weights(base, count, u, row, weights);
       }
-      ReadNodes(t, base, lambda, kDelta ? T{1} : decays[0], u, row, out);
+      for (int64_t i = 0; i < count; ++i) {
+        weights[i] *= decays[i + 1] * lambda[SaturatedLevel(t, base + i, num_levels)];
+      }
+      ReadValues(base, count, weights, row, out);
+      ReadNodes(t, base, lambda, decays[0], u, row, out);
       StoreRow(outputs.dtype(), out, value_size, outputs.Row(t));
     }
   }
 
-  // decays[i + 1] = exp(g[first + i + 1] + ... + g[last]), i from -1 on.
-  static void Decays(const T* g, int64_t first, int64_t last, T* decays) {
-    const int64_t count = last - first + 2;
-    double sum = 0;
-    for (int64_t i = count - 1; i >= 0; --i) {
-      decays[i] = static_cast<T>(sum);
-      if (i > 0) sum += g[first + i - 1];
+  static constexpr DType kNative = sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64;
+
+  // f(first token, tokens, their rows, elements between rows) for runs of rows that lie in memory
+  // as elements of T; tokens of other storage types come one by one, converted into `buffer`.
+  template <class F>
+  static void ForEachRun(const TokenRows& rows, int64_t begin, int64_t end, int64_t columns,
+                         T* buffer, F&& f) {
+    for (int64_t s = begin; s < end;) {
+      if (rows.dtype() == kNative) {
+        const int64_t run_end = rows.RunEnd(s, end);
+        f(s, run_end - s, reinterpret_cast<const T*>(rows.Row(s)),
+          rows.RunStride(s) / static_cast<int64_t>(sizeof(T)));
+        s = run_end;
+      } else {
+        LoadRow(rows.dtype(), rows.Row(s), columns, buffer);
+        f(s++, int64_t{1}, static_cast<const T*>(buffer), columns);
+      }
     }
-    std::fill_n(decays + count, kWindow + 1 - count, T{0});
-    ExpVector((count + 15) / 16 * 16 <= kWindow ? (count + 15) / 16 * 16 : count, decays);
   }
 
-  // A row as elements of T: in place where it is stored so, otherwise converted into `buffer`.
-  static const T* RowOf(const TokenRows& rows, int64_t position, int64_t columns, T* buffer) {
-    const std::byte* row = rows.Row(position);
-    if (rows.dtype() == (sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64)) {
-      return reinterpret_cast<const T*>(row);
+  // weights[i] = q . k[base + i].
+  void Weights(int64_t base, int64_t count, const T* q, T* buffer, T* weights) const {
+    ForEachRun(keys, base, base + count, key_size, buffer,
+               [&](int64_t s, int64_t rows, const T* k, int64_t stride) {
+                 T* out = weights + s - base;
+                 int64_t i = 0;
+                 for (; i + 4 <= rows; i += 4) {
+                   DotRows<4>(key_size, q, k + i * stride, stride, out + i);
+                 }
+                 for (; i < rows; ++i) DotRows<1>(key_size, q, k + i * stride, stride, out + i);
+               });
+  }
+
+  // The same for the delta rule without its decays: weights[i] = beta u . k with u as the tokens
+  // after base + i leave it. u becomes what a reader at base - 1 is asked.
+  void WalkBack(int64_t base, int64_t count, const T* beta, T* u, T* buffer, T* weights) const {
+    for (int64_t i = count - 1; i >= 0; --i) {
+      const T* k = buffer;
+      if (keys.dtype() == kNative) {
+        k = reinterpret_cast<const T*>(keys.Row(base + i));
+      } else {
+        LoadRow(keys.dtype(), keys.Row(base + i), key_size, buffer);
+      }
+      DotRows<1>(key_size, u, k, 0, weights + i);
+      weights[i] *= beta[i];
+      CombineRow(key_size, T{1}, u, -weights[i], k);
     }
-    LoadRow(rows.dtype(), row, columns, buffer);
-    return buffer;
+  }
+
+  // out += weights[i] v[base + i].
+  void ReadValues(int64_t base, int64_t count, const T* weights, T* buffer, T* out) const {
+    ForEachRun(values, base, base + count, value_size, buffer,
+               [&](int64_t s, int64_t rows, const T* v, int64_t stride) {
+                 ReadRows(rows, value_size, weights + s - base, v, stride, out);
+               });
+  }
+
+  // decays[i] = exp(g[first + i] + ... + g[first + count - 1]), i <= count: sums from the newest
+  // token back, never a difference.
+  static void Decays(const T* g, int64_t first, int64_t count, T* decays) {
+    double sum = 0;
+    decays[count] = 0;
+    for (int64_t i = count - 1; i >= 0; --i) decays[i] = static_cast<T>(sum += g[first + i]);
+    std::fill(decays + count + 1, decays + PaddedColumns<T>(count + 1), T{0});
+    ExpVector(count + 1, decays);
   }
 
   // out += lambda decay S^T u for each live node; they end at `base` or before.
@@ -217,7 +262,7 @@ struct HeadStep {
       const int64_t newest = (chunks >> b << b) * kStateChunk - 1;  // token of the node
       const T factor = lambda[SaturatedLevel(t, newest, num_levels)] * decay;
       for (int64_t i = 0; i < key_size; ++i) scaled[i] = factor * u[i];
-      ReadNode(key_size, value_size, scaled, Node(b), out);
+      ReadRows(key_size, value_size, scaled, Node(b), value_size, out);
     }
   }
 
