@@ -99,15 +99,20 @@ def main():
     if args.out:
         git = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=ROOT, capture_output=True, text=True,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
         )
         cpu = next(
             (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line),
             platform.processor(),
         )
         context = {
-            "commit": git.stdout.strip(), "cpu": cpu, "threads": args.threads,
-            "torch": torch.__version__, "load_average": os.getloadavg()[0],
+            "commit": git.stdout.strip(),
+            "cpu": cpu,
+            "threads": args.threads,
+            "torch": torch.__version__,
+            "load_average": os.getloadavg()[0],
         }
         args.out.write_text(json.dumps({"context": context, "results": results}, indent=1) + "\n")
 

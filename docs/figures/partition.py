@@ -1,6 +1,6 @@
 """Draws docs/figures/partition.svg: through which level each query reads each source.
 
-    .venv/bin/python docs/figures/partition.py
+.venv/bin/python docs/figures/partition.py
 """
 
 from pathlib import Path

@@ -133,3 +133,18 @@ def test_initialisation():
     dt = torch.nn.functional.softplus(mixer.dt_bias)
     assert (dt >= 0.9e-4).all() and (dt <= 0.11).all()
     assert abs(model.backbone.embeddings.weight[1:].std() - 0.02) < 2e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainer_runs(kind, tmp_path):
+    pytest.importorskip("accelerate")
+    model = tiny(kind).train()
+    rows = [{"input_ids": torch.arange(1, 33), "labels": torch.arange(1, 33)}] * 8
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=4, logging_steps=1,
+        learning_rate=3e-3, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 6 and losses[-1] < losses[0]

@@ -48,9 +48,7 @@ class Operator:
     def empty_state(self, sequences: int, inputs: list[Tensor]) -> list[Tensor]:
         """k, v, g, [beta,] nodes, position, base of sequences without tokens."""
         k, v, *gates = inputs[1:-1]
-        nodes = v.new_zeros(
-            sequences, v.shape[2], 0, k.shape[3], v.shape[3], dtype=gates[0].dtype
-        )
+        nodes = v.new_zeros(sequences, v.shape[2], 0, k.shape[3], v.shape[3], dtype=gates[0].dtype)
         rings = [t.new_zeros(sequences, RING, *t.shape[2:]) for t in (k, v, *gates)]
         counts = [torch.zeros(sequences, dtype=torch.int64) for _ in range(2)]
         return [*rings, nodes, *counts]

@@ -98,7 +98,9 @@ def test_strided_inputs(op):
     expected = op.call("", *inputs)
     padded = []
     for t in inputs:
-        wide = torch.full((*t.shape[:1], t.shape[1] + 3, *t.shape[2:-1], t.shape[-1] + 4), torch.nan)
+        wide = torch.full(
+            (*t.shape[:1], t.shape[1] + 3, *t.shape[2:-1], t.shape[-1] + 4), torch.nan
+        )
         wide = wide.to(t.dtype)
         view = wide[:, 1 : 1 + t.shape[1], ..., 2 : 2 + t.shape[-1]]
         view.copy_(t)

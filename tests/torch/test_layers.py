@@ -211,12 +211,18 @@ def test_compile_with_dynamic_tokens():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": torch.randn(6, 4)}, r"weight: expected shape \[D, W\] = \[5, \*\], got \[6, 4\]"),
+        (
+            {"weight": torch.randn(6, 4)},
+            r"weight: expected shape \[D, W\] = \[5, \*\], got \[6, 4\]",
+        ),
         ({"weight": torch.randn(5, 33)}, r"weight: expected width W in 1\.\.32, got 33"),
         ({"weight": torch.randn(5, 4).double()}, "weight: expected float32, got float64"),
         ({"x": torch.zeros(2, 6, 5, dtype=torch.int32)}, "x: expected float32, .* got Int"),
         ({"bias": torch.randn(4)}, r"bias: expected shape \[D\] = \[5\], got \[4\]"),
-        ({"initial_state": torch.randn(1, 5, 3)}, r"initial_state: expected shape .* got \[1, 5, 3\]"),
+        (
+            {"initial_state": torch.randn(1, 5, 3)},
+            r"initial_state: expected shape .* got \[1, 5, 3\]",
+        ),
         ({"cu_seqlens": torch.tensor([0, 6])}, "cu_seqlens: expected none unless B = 1, got B = 2"),
         ({"cu_seqlens": torch.tensor([0.0])}, "cu_seqlens: expected N . 1 int32 or int64 offsets"),
     ],
@@ -254,5 +260,7 @@ def test_device_without_a_kernel_raises():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
 def test_tensors_on_another_device_are_rejected():
     x = torch.randn(2, 6, 5, device="cuda")
-    with pytest.raises(RuntimeError, match="weight: expected a tensor on cuda:0 like x, got .* cpu"):
+    with pytest.raises(
+        RuntimeError, match="weight: expected a tensor on cuda:0 like x, got .* cpu"
+    ):
         ops.causal_conv1d(x, torch.randn(5, 4), None, None)
