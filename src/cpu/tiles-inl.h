@@ -169,14 +169,47 @@ void MatMulToLower(int64_t n, int64_t depth, const T* a, int64_t lda, const T* b
   }
 }
 
-// out [columns, rows] = in [rows, columns]^T.
+// out [columns, rows] = in [rows, columns]^T, in blocks of one 128-bit vector a row.
 template <typename T>
 void Transpose(int64_t rows, int64_t columns, const T* HWY_RESTRICT in, int64_t ld_in,
                T* HWY_RESTRICT out, int64_t ld_out) {
-  constexpr int64_t kBlock = 8;  // 8 cache lines of each side
-  for (int64_t i0 = 0; i0 < rows; i0 += kBlock) {
-    const int64_t i1 = std::min(rows, i0 + kBlock);
-    for (int64_t j = 0; j < columns; ++j) {
+  constexpr int64_t kStripe = 16;  // rows of `in`: whole cache lines of `out`
+  for (int64_t i0 = 0; i0 < rows; i0 += kStripe) {
+    const int64_t i1 = std::min(rows, i0 + kStripe);
+    int64_t j = 0;
+#if HWY_TARGET != HWY_SCALAR
+    constexpr int64_t kBlock = 16 / sizeof(T);
+    const hn::FixedTag<T, kBlock> d;
+    for (; j + kBlock <= columns; j += kBlock) {
+      int64_t i = i0;
+      for (; i + kBlock <= i1; i += kBlock) {
+        const T* from = in + i * ld_in + j;
+        T* to = out + j * ld_out + i;
+        const auto r0 = hn::LoadU(d, from);
+        const auto r1 = hn::LoadU(d, from + ld_in);
+        if constexpr (kBlock == 2) {
+          hn::StoreU(hn::InterleaveLower(d, r0, r1), d, to);
+          hn::StoreU(hn::InterleaveUpper(d, r0, r1), d, to + ld_out);
+        } else {
+          const hn::RepartitionToWide<decltype(d)> dw;
+          const auto r2 = hn::LoadU(d, from + 2 * ld_in);
+          const auto r3 = hn::LoadU(d, from + 3 * ld_in);
+          const auto low01 = hn::BitCast(dw, hn::InterleaveLower(d, r0, r1));
+          const auto low23 = hn::BitCast(dw, hn::InterleaveLower(d, r2, r3));
+          const auto high01 = hn::BitCast(dw, hn::InterleaveUpper(d, r0, r1));
+          const auto high23 = hn::BitCast(dw, hn::InterleaveUpper(d, r2, r3));
+          hn::StoreU(hn::BitCast(d, hn::InterleaveLower(dw, low01, low23)), d, to);
+          hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(dw, low01, low23)), d, to + ld_out);
+          hn::StoreU(hn::BitCast(d, hn::InterleaveLower(dw, high01, high23)), d, to + 2 * ld_out);
+          hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(dw, high01, high23)), d, to + 3 * ld_out);
+        }
+      }
+      for (; i < i1; ++i) {
+        for (int64_t m = 0; m < kBlock; ++m) out[(j + m) * ld_out + i] = in[i * ld_in + j + m];
+      }
+    }
+#endif
+    for (; j < columns; ++j) {
       for (int64_t i = i0; i < i1; ++i) out[j * ld_out + i] = in[i * ld_in + j];
     }
   }

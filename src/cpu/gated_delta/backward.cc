@@ -6,8 +6,9 @@
 //   2. the walk over segments, forwards for the incoming S and backwards for their gradients:
 //      S' at the start = (that sum) + P^T (S' at the end);
 //   3. every segment: states at each chunk's start once more, then chunk by chunk backwards
-//      (chunk_backward-inl.h). P is one more carried state, K wide, with the gradient
-//      P' = sum S'(end) S^T at the end and Q~^T (sum diag(lambda) dO S^T) at each chunk.
+//      (chunk_backward-inl.h). Few incoming nodes are carried like the local ones; for many, P is
+//      one more carried state, K wide, with the gradient P' = sum S'(end) S^T at the end and
+//      Q~^T (sum diag(lambda) dO S^T) at each chunk.
 // Nothing is kept from the forward. Heads of a group are summed by one task, in order.
 #include <algorithm>
 #include <array>
@@ -206,7 +207,7 @@ class BackwardPass {
       PrepareKeys(c);
       if (work.has_incoming && span.has_queries()) {
         LoadQueries(rows, span, call_.inputs.scale, c);
-        PrepareQueries(c);
+        PrepareReads(c);
         LoadRows(d_o_rows, span.first, c.n, V, d_o, ld_v);
         const T* q_read = c.q_read;
         if (!first) {
@@ -286,48 +287,64 @@ class BackwardPass {
     }
   }
 
-  // The forward states of a segment, as they are where each chunk begins.
+  // A state as it is where a chunk begins, and its -W S if the chunk was seen to carry it.
+  struct CarriedState {
+    T* state = nullptr;
+    T* ws = nullptr;
+    bool live() const { return state != nullptr; }
+  };
   struct SegmentStates {
-    std::array<NodeStack<StateNode<T>>, kSegmentChunks> local;
-    std::array<T*, kSegmentChunks> transition{};  // P [K, K], ld_k
+    std::array<NodeStack<CarriedState>, kSegmentChunks> local;
+    std::array<CarriedState, kSegmentChunks> transition;  // P [K, K], ld_k; [0]: none, P = I
   };
 
-  void RecomputeStates(const SegmentGrad<T>& work, const DeltaRows& rows, Scratch& scratch,
-                       DeltaChunk<T>& c, SegmentStates& states) {
-    const int64_t K = call_.K, V = call_.V, ld_k = c.ld_k, ld_v = c.ld_v;
+  // Whether phase 3 differentiates P. In products of C x K x K it costs 9, and C x K x V for each
+  // incoming node; carrying a node costs eight times that. Slots below kSegmentLog2 are those of
+  // local nodes (an incoming node is there where saturation ends so low).
+  bool UsesProduct(const SegmentGrad<T>& work) const {
+    return work.has_incoming && (call_.top < kSegmentLog2 ||
+                                 7 * call_.NumIncoming(work.segment) * call_.V > 9 * call_.K);
+  }
+
+  void RecomputeStates(const SegmentGrad<T>& work, const DeltaRows& rows, bool uses_product,
+                       Scratch& scratch, DeltaChunk<T>& c, SegmentStates& states) {
+    const int64_t K = call_.K, V = call_.V;
+    // The state after the chunk in c.
+    const auto carry = [&](CarriedState& from, int64_t columns, int64_t ld) {
+      T* to = scratch.New<T>(K * ld);
+      std::copy_n(from.state, K * ld, to);
+      from.ws = scratch.New<T>(c.n * ld);
+      ApplyTransition(c, columns, to, ld, from.ws);
+      return CarriedState{.state = to};
+    };
     call_.ForEachInitialLocal(work.segment, [&](int slot) {
       T* state = scratch.New<T>(state_size());
       LoadInitialNode(call_, work, slot, state);
       states.local[0].slots[slot].state = state;
     });
-    if (work.has_incoming) {
-      for (int64_t i = 0; i < work.segment.chunks(); ++i) {
-        states.transition[i] = scratch.New<T>(K * ld_k);
-      }
-      std::fill_n(states.transition[0], K * ld_k, T{0});
-      for (int64_t i = 0; i < K; ++i) states.transition[0][i * ld_k + i] = 1;
+    if (!uses_product) {
+      work.incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
+        states.local[0].slots[slot].state = node.state;
+      });
     }
     for (int64_t i = 0; i + 1 < work.segment.chunks(); ++i) {
       const int64_t chunk = work.segment.begin + i;
       LoadKeys(rows, ChunkSpan(*work.sequence, chunk), c);
       PrepareKeys(c);
-      if (work.has_incoming) {
-        if (i == 0) {
-          WriteTransition(c, states.transition[1]);
-        } else {
-          std::copy_n(states.transition[i], K * ld_k, states.transition[i + 1]);
-          ApplyTransition(c, K, states.transition[i + 1], ld_k);
-        }
+      if (uses_product && i == 0) {
+        states.transition[1].state = scratch.New<T>(K * c.ld_k);
+        WriteTransition(c, states.transition[1].state);
+      } else if (uses_product) {
+        states.transition[i + 1] = carry(states.transition[i], K, c.ld_k);
       }
-      NodeStack<StateNode<T>>& next = states.local[i + 1];
-      states.local[i].ForEachLive([&](int slot, const StateNode<T>& node) {
-        next.slots[slot].state = scratch.New<T>(state_size());
-        std::copy_n(node.state, state_size(), next.slots[slot].state);
-        ApplyTransition(c, V, next.slots[slot].state, ld_v);
-      });
-      StateNode<T> node{scratch.New<T>(state_size())};
+      NodeStack<CarriedState>& next = states.local[i + 1];
+      for (int slot = 0; slot < kMaxSlots; ++slot) {
+        CarriedState& node = states.local[i].slots[slot];
+        if (node.live()) next.slots[slot] = carry(node, V, c.ld_v);
+      }
+      CarriedState node{.state = scratch.New<T>(state_size())};
       AddNewState(c, /*accumulate=*/false, node.state);
-      next.Push(chunk, call_.top, node, [&](StateNode<T>& newer, const StateNode<T>& older) {
+      next.Push(chunk, call_.top, node, [&](CarriedState& newer, const CarriedState& older) {
         ScaleAdd(state_size(), T{1}, newer.state, T{1}, older.state);
       });
     }
@@ -344,7 +361,7 @@ class BackwardPass {
     DeltaChunkGrad<T> grad(scratch, c);
     const int64_t ld_k = c.ld_k, ld_v = c.ld_v;
     T* d_o = scratch.New<T>(kStateChunk * ld_v);
-    T* dn = scratch.New<T>(state_size());
+    T* dn_copy = scratch.New<T>(state_size());
     T* transposed = scratch.New<T>(V * ld_k);
     T* final_node = scratch.New<T>(state_size());
     T* d_transition = nullptr;           // [K, K] P', ld_k
@@ -352,14 +369,18 @@ class BackwardPass {
     TilePool<T> pool(scratch, state_size());
     NodeStack<StateNode<T>> d_local;
     SegmentStates states;
-    RecomputeStates(work, rows, scratch, c, states);
+    const bool uses_product = UsesProduct(work);
+    RecomputeStates(work, rows, uses_product, scratch, c, states);
 
     if (next != nullptr) {
       const int target = work.target(call_.top);
-      d_local.slots[target].state = pool.Take();
-      std::copy_n(next->d_incoming.slots[target].state, state_size(), d_local.slots[target].state);
+      next->d_incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
+        if (uses_product && slot != target) return;
+        d_local.slots[slot].state = pool.Take();
+        std::copy_n(node.state, state_size(), d_local.slots[slot].state);
+      });
     }
-    if (work.has_incoming) {
+    if (uses_product) {
       d_transition = scratch.New<T>(K * ld_k);
       std::fill_n(d_transition, K * ld_k, T{0});
       work.incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
@@ -375,7 +396,7 @@ class BackwardPass {
       const int64_t i = chunk - work.segment.begin;
       const bool carries = chunk + 1 != s.end_chunk();
       const ChunkSpan span(s, chunk);
-      const NodeStack<StateNode<T>>& before = states.local[i];
+      const NodeStack<CarriedState>& before = states.local[i];
       LoadKeys(rows, span, c);
       PrepareKeys(c);
       if (span.has_queries()) {
@@ -384,10 +405,15 @@ class BackwardPass {
         LoadRows(d_o_rows, span.first, c.n, V, d_o, ld_v);
       }
       grad.Clear(c);
+      const T* dn = nullptr;  // gradient of the chunk's new state
       if (carries) {
+        const bool shared = before.slots[MergeSlot(chunk, call_.top)].live();
         PopPush(
             chunk, call_.top, before, d_local,
-            [&](const StateNode<T>& node) { std::copy_n(node.state, state_size(), dn); },
+            [&](const StateNode<T>& node) {
+              dn = node.state;  // also when released: nothing is taken until the next chunk
+              if (shared) dn = std::copy_n(node.state, state_size(), dn_copy) - state_size();
+            },
             [&](const StateNode<T>& from, StateNode<T>& to) {
               to.state = pool.Take();
               std::copy_n(from.state, state_size(), to.state);
@@ -397,22 +423,22 @@ class BackwardPass {
               node.state = nullptr;
             });
       } else {
-        before.ForEachLive([&](int slot, const StateNode<T>&) {
+        before.ForEachLive([&](int slot, const CarriedState&) {
           d_local.slots[slot].state = pool.Take();
           std::fill_n(d_local.slots[slot].state, state_size(), T{0});
         });
       }
-      before.ForEachLive([&](int slot, const StateNode<T>& node) {
+      before.ForEachLive([&](int slot, const CarriedState& node) {
         T* ds = d_local.slots[slot].state;
         Transpose(K, V, node.state, ld_v, transposed, ld_k);
-        if (carries) CarryAdjoint(c, V, node.state, transposed, ds, ld_v, grad);
+        if (carries) CarryAdjoint(c, V, node.state, transposed, node.ws, ds, ld_v, grad);
         if (span.has_queries()) {
           ReadAdjoint(c, ReadLevel(slot, call_.L), d_o, transposed, ds, grad);
         }
       });
-      if (work.has_incoming) {
-        TransitionAdjoint(c, carries, span.has_queries() ? d_o : nullptr, incoming_t,
-                          states.transition[i], d_transition, grad);
+      if (uses_product) {
+        ProductAdjoint(c, carries, span.has_queries() ? d_o : nullptr, incoming_t,
+                       states.transition[i], d_transition, grad);
       }
       if (d_final_.given() && chunk == s.final_base() / kStateChunk) {
         d_local.ForEachLive([&](int slot, const StateNode<T>& node) {
@@ -425,7 +451,7 @@ class BackwardPass {
                             Epilogue<T>{.beta = 1});
         });
       }
-      FinishChunk(c, carries ? dn : nullptr, span.has_queries() ? d_o : nullptr, grad);
+      FinishChunk(c, dn, span.has_queries() ? d_o : nullptr, grad);
       StoreHead(work, span, c, grad);
       const int64_t offset = i * kStateChunk * ld_k;
       if (span.has_queries()) {
@@ -442,24 +468,32 @@ class BackwardPass {
   }
 
   // The chunk's share of P' and what P gives to the chunk's gradients. st: transposes of the
-  // incoming nodes; p [K, K]: P where the chunk begins; dp: P' at its end, becomes that at its
-  // start.
-  void TransitionAdjoint(const DeltaChunk<T>& c, bool carries, const T* d_o,
-                         const NodeStack<StateNode<T>>& st, const T* p, T* dp,
-                         DeltaChunkGrad<T>& grad) const {
+  // incoming nodes; p [K, K]: P where the chunk begins, none for I; dp: P' at its end, becomes that
+  // at its start.
+  void ProductAdjoint(const DeltaChunk<T>& c, bool carries, const T* d_o,
+                      const NodeStack<StateNode<T>>& st, const CarriedState& p, T* dp,
+                      DeltaChunkGrad<T>& grad) const {
     Scratch scratch;
     const int64_t K = call_.K, ld_k = c.ld_k;
+    const auto read_levels = [&](const T* read, T* d_read) {
+      st.ForEachLive([&](int slot, const StateNode<T>& node) {
+        LevelAdjoint(c, ReadLevel(slot, call_.L), d_o, node.state, read, d_read, grad);
+      });
+    };
+    if (!p.live()) {
+      if (carries) TransitionAdjoint(c, dp, grad);
+      if (d_o != nullptr) read_levels(c.q_read, grad.q_read);
+      return;
+    }
     T* pt = scratch.New<T>(K * ld_k);
-    Transpose(K, K, p, ld_k, pt, ld_k);
-    if (carries) CarryAdjoint(c, K, p, pt, dp, ld_k, grad);
+    Transpose(K, K, p.state, ld_k, pt, ld_k);
+    if (carries) CarryAdjoint(c, K, p.state, pt, p.ws, dp, ld_k, grad);
     if (d_o == nullptr) return;
     T* read = scratch.New<T>(c.n * ld_k);    // Q~ P
     T* d_read = scratch.New<T>(c.n * ld_k);  // its gradient
-    MatMul<Op::kNone>(c.n, K, K, c.q_read, ld_k, p, ld_k, read, ld_k);
+    MatMul<Op::kNone>(c.n, K, K, c.q_read, ld_k, p.state, ld_k, read, ld_k);
     std::fill_n(d_read, c.n * ld_k, T{0});
-    st.ForEachLive([&](int slot, const StateNode<T>& node) {
-      LevelAdjoint(c, ReadLevel(slot, call_.L), d_o, node.state, read, d_read, grad);
-    });
+    read_levels(read, d_read);
     MatMul<Op::kNone>(c.n, K, K, d_read, ld_k, pt, ld_k, grad.q_read, ld_k, Epilogue<T>{.beta = 1});
     MatMul<Op::kTranspose>(K, K, c.n, c.q_read, ld_k, d_read, ld_k, dp, ld_k,
                            Epilogue<T>{.beta = 1});

@@ -62,11 +62,13 @@ struct DeltaChunk {
   T* k_end;  // [64, K] K~
   T total;
 
-  // PrepareQueries.
+  // PrepareReads.
   T* b;       // [64, 64] B
-  T* d;       // [64, 64] B T
-  T* p;       // [64, 64] (B T) * Lambda
   T* q_read;  // [64, K] Q~
+
+  // PrepareQueries.
+  T* d;  // [64, 64] B T
+  T* p;  // [64, 64] (B T) * Lambda
 
   DeltaChunk(Scratch& scratch, int64_t K, int64_t V, int L)
       : K(K),
@@ -142,33 +144,43 @@ void Decays(DeltaChunk<T>& c) {
   c.total = c.gamma[c.n - 1];
 }
 
-// X = (I + A)^-1 by forward substitution, row by row; T = X diag(beta).
+// X = (I + A)^-1 by forward substitution, a block of rows at a time; T = X diag(beta).
 template <typename T>
 void InvertLower(DeltaChunk<T>& c) {
   constexpr int kGroup = 4;  // independent chains of multiply-adds
   constexpr int64_t ld = DeltaChunk<T>::ld_c;
+  constexpr int64_t kBlock = kTriangleBlock;
   const hn::ScalableTag<T> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t i = 0; i < c.n; ++i) {
-    const T* a = c.a + i * ld;
-    T* row = c.x + i * ld;
-    for (int64_t j0 = 0; j0 < kStateChunk; j0 += kGroup * lanes) {
-      hn::Vec<decltype(d)> sum[kGroup];
-      for (int s = 0; s < kGroup; ++s) sum[s] = hn::Zero(d);
-      for (int64_t m = j0; m < i; ++m) {
-        const auto am = hn::Set(d, a[m]);
-        for (int s = 0; s < kGroup; ++s) {
-          const int64_t j = j0 + s * lanes;
-          if (j < kStateChunk) sum[s] = hn::NegMulAdd(am, hn::LoadU(d, c.x + m * ld + j), sum[s]);
-        }
-      }
-      for (int s = 0; s < kGroup; ++s) {
-        if (j0 + s * lanes < kStateChunk) hn::StoreU(sum[s], d, row + j0 + s * lanes);
-      }
+  HWY_ALIGN T minus_one[kBlock];
+  std::fill_n(minus_one, kBlock, T{-1});
+  for (int64_t begin = 0; begin < c.n; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, c.n);
+    T* rows = c.x + begin * ld;
+    if (begin > 0) {
+      MatMul<Op::kNone>(end - begin, begin, begin, c.a + begin * ld, ld, c.x, ld, rows, ld,
+                        Epilogue<T>{.row_scale = minus_one});
     }
-    row[i] = 1;
-    for (int64_t j = 0; j < kStateChunk; j += lanes) {
-      hn::StoreU(hn::Mul(hn::LoadU(d, row + j), hn::LoadU(d, c.beta + j)), d, c.t + i * ld + j);
+    for (int64_t i = begin; i < end; ++i) {
+      const T* a = c.a + i * ld;
+      T* row = c.x + i * ld;
+      std::fill(row + begin, row + kStateChunk, T{0});
+      for (int64_t j0 = 0; j0 < end; j0 += kGroup * lanes) {
+        const int64_t vectors = std::min<int64_t>(kGroup, (end - j0 + lanes - 1) / lanes);
+        hn::Vec<decltype(d)> sum[kGroup];
+        for (int64_t s = 0; s < vectors; ++s) sum[s] = hn::LoadU(d, row + j0 + s * lanes);
+        for (int64_t m = begin; m < i; ++m) {
+          const auto am = hn::Set(d, a[m]);
+          for (int64_t s = 0; s < vectors; ++s) {
+            sum[s] = hn::NegMulAdd(am, hn::LoadU(d, c.x + m * ld + j0 + s * lanes), sum[s]);
+          }
+        }
+        for (int64_t s = 0; s < vectors; ++s) hn::StoreU(sum[s], d, row + j0 + s * lanes);
+      }
+      row[i] = 1;
+      for (int64_t j = 0; j < kStateChunk; j += lanes) {
+        hn::StoreU(hn::Mul(hn::LoadU(d, row + j), hn::LoadU(d, c.beta + j)), d, c.t + i * ld + j);
+      }
     }
   }
 }
@@ -216,15 +228,21 @@ void MultiplyLevels(const DeltaChunk<T>& c, const T* in, T* out) {
   }
 }
 
-// All that the outputs need; after PrepareKeys.
+// What reads of carried states need; after PrepareKeys.
 template <typename T>
-void PrepareQueries(DeltaChunk<T>& c) {
+void PrepareReads(DeltaChunk<T>& c) {
   const int64_t n = c.n;
   MatMulToLower(n, c.K, c.q, c.ld_k, c.kt, c.ld_c, c.d, c.ld_c);
   MultiplyLower(n, /*strict=*/false, c.d, c.decay, static_cast<const T*>(nullptr), c.b);
   ScaleRows(n, c.kp, c.gamma, c.q, c.ld_k, c.q_read, c.ld_k);
   MatMulLower(n, c.K, c.b, c.ld_c, c.minus_w(), c.ld_kv, c.q_read, c.ld_k, T{1});
-  MatMulLower(n, n, c.b, c.ld_c, c.t, c.ld_c, c.d, c.ld_c, T{0});
+}
+
+// All that the outputs need; after PrepareKeys.
+template <typename T>
+void PrepareQueries(DeltaChunk<T>& c) {
+  PrepareReads(c);
+  MatMulLower(c.n, c.n, c.b, c.ld_c, c.t, c.ld_c, c.d, c.ld_c, T{0});
   MultiplyLevels(c, c.d, c.p);
 }
 
@@ -269,13 +287,16 @@ void ApplyTokens(const DeltaChunk<T>& c, bool transposed, int64_t columns, T* s,
   }
 }
 
-// S [K, columns] <- M S.
+// S [K, columns] <- M S. ws [64, columns], if given, receives -W S.
 template <typename T>
-void ApplyTransition(const DeltaChunk<T>& c, int64_t columns, T* s, int64_t ld) {
-  if (c.K <= kTokenwiseKeys) return ApplyTokens(c, /*transposed=*/false, columns, s, ld);
+void ApplyTransition(const DeltaChunk<T>& c, int64_t columns, T* s, int64_t ld, T* ws = nullptr) {
+  const bool tokenwise = c.K <= kTokenwiseKeys;
   Scratch scratch;
-  T* ws = scratch.New<T>(c.n * ld);
-  MatMul<Op::kNone>(c.n, columns, c.K, c.minus_w(), c.ld_kv, s, ld, ws, ld);
+  if (ws == nullptr && !tokenwise) ws = scratch.New<T>(c.n * ld);
+  if (ws != nullptr) {
+    MatMul<Op::kNone>(c.n, columns, c.K, c.minus_w(), c.ld_kv, s, ld, ws, ld);
+  }
+  if (tokenwise) return ApplyTokens(c, /*transposed=*/false, columns, s, ld);
   MatMul<Op::kTranspose>(c.K, columns, c.n, c.k_end, c.ld_k, ws, ld, s, ld,
                          Epilogue<T>{.beta = c.total});
 }

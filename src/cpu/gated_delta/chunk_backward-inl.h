@@ -70,16 +70,19 @@ struct DeltaChunkGrad {
 };
 
 // A state s [K, columns] with its transpose st [columns, K] (ld_k) is carried to the chunk's end:
-// ds, the gradient there, becomes the one at the chunk's start.
+// ds, the gradient there, becomes the one at the chunk's start. ws is -W s if that is known.
 template <typename T>
-void CarryAdjoint(const DeltaChunk<T>& c, int64_t columns, const T* s, const T* st, T* ds,
-                  int64_t ld, DeltaChunkGrad<T>& grad) {
+void CarryAdjoint(const DeltaChunk<T>& c, int64_t columns, const T* s, const T* st, const T* ws,
+                  T* ds, int64_t ld, DeltaChunkGrad<T>& grad) {
   Scratch scratch;
-  T* ws = scratch.New<T>(c.n * ld);
   T* kds = scratch.New<T>(c.n * ld);
   T* dst = scratch.New<T>(columns * c.ld_k);
+  if (ws == nullptr) {
+    T* product = scratch.New<T>(c.n * ld);
+    MatMul<Op::kNone>(c.n, columns, c.K, c.minus_w(), c.ld_kv, s, ld, product, ld);
+    ws = product;
+  }
   Transpose(c.K, columns, ds, ld, dst, c.ld_k);
-  MatMul<Op::kNone>(c.n, columns, c.K, c.minus_w(), c.ld_kv, s, ld, ws, ld);
   MatMul<Op::kNone>(c.n, columns, c.K, c.k_end, c.ld_k, ds, ld, kds, ld);
   MatMul<Op::kNone>(c.n, c.K, columns, kds, ld, st, c.ld_k, grad.wu, c.ld_kv,
                     Epilogue<T>{.beta = 1});
@@ -89,6 +92,20 @@ void CarryAdjoint(const DeltaChunk<T>& c, int64_t columns, const T* s, const T* 
   if (c.K <= kTokenwiseKeys) return ApplyTokens(c, /*transposed=*/true, columns, ds, ld);
   MatMul<Op::kTranspose>(c.K, columns, c.n, c.minus_w(), c.ld_kv, kds, ld, ds, ld,
                          Epilogue<T>{.beta = c.total});
+}
+
+// The same for the identity, whose gradient at the chunk's start nobody needs; dm [K, K] (ld_k) is
+// that of M.
+template <typename T>
+void TransitionAdjoint(const DeltaChunk<T>& c, const T* dm, DeltaChunkGrad<T>& grad) {
+  Scratch scratch;
+  T* dmt = scratch.New<T>(c.K * c.ld_k);
+  Transpose(c.K, c.K, dm, c.ld_k, dmt, c.ld_k);
+  MatMul<Op::kNone>(c.n, c.K, c.K, c.k_end, c.ld_k, dm, c.ld_k, grad.wu, c.ld_kv,
+                    Epilogue<T>{.beta = 1});
+  MatMul<Op::kNone>(c.n, c.K, c.K, c.minus_w(), c.ld_kv, dmt, c.ld_k, grad.k_end, c.ld_k,
+                    Epilogue<T>{.beta = 1});
+  for (int64_t i = 0; i < c.K; ++i) grad.total += dm[i * c.ld_k + i];
 }
 
 // Outputs o += diag(lambda) R S for a reader R [64, K] and a state with transpose st [V, K] (ld_k):
