@@ -170,6 +170,75 @@ __global__ void ReferenceOutput(Array q, Array k, Array v, Array scales, const d
   for (int x = threadIdx.x, c = 0; x < s.V; x += 128, ++c) o[sample * s.V + x] = sum[c];
 }
 
+// Backward reference, first part: grid (T, H, B), 128 threads; query t against all its sources.
+// p [B, H, T, T] and e [B, G, T, T] are P and, summed over heads, dS; reads, writes [B, T, H] are
+// the sums of P dP over sources and over queries. All but p start at zero.
+__global__ void ReferencePairs(Array q, Array k, Array v, Array d_o, Array scales,
+                               const double* sums, Shape s, double* p, double* e, double* dscales,
+                               double* reads, double* writes) {
+  const int t = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
+  const I64 row = I64{b} * s.T + t;
+  const int group = h / (s.H / s.G), position = s.position[t];
+  for (int source = threadIdx.x; source <= position; source += blockDim.x) {
+    const I64 other = row - position + source;
+    double x = 0, y = 0;
+    for (int i = 0; i < s.K; ++i) {
+      x += q.Load((row * s.G + group) * s.K + i) * k.Load((other * s.G + group) * s.K + i);
+    }
+    for (int i = 0; i < s.V; ++i) {
+      y += d_o.Load((row * s.H + h) * s.V + i) * v.Load((other * s.H + h) * s.V + i);
+    }
+    const int level = LevelOf(s, position, source);
+    const double decay = s.scale * exp(sums[row * s.H + h] - sums[other * s.H + h]);
+    const double w = decay * scales.Load((row * s.H + h) * s.L + level);
+    const int column = t - position + source;
+    p[((I64{b} * s.H + h) * s.T + t) * s.T + column] = w * x;
+    atomicAdd(&e[((I64{b} * s.G + group) * s.T + t) * s.T + column], w * y);
+    atomicAdd(&dscales[(row * s.H + h) * s.L + level], decay * x * y);
+    atomicAdd(&reads[row * s.H + h], w * x * y);
+    atomicAdd(&writes[other * s.H + h], w * x * y);
+  }
+}
+
+// dq and dk from e. Grid (T, G, B), K threads.
+__global__ void ReferenceKeys(Array q, Array k, const double* e, Shape s, double* dq, double* dk) {
+  const int t = blockIdx.x, group = blockIdx.y, b = blockIdx.z, x = threadIdx.x;
+  const I64 row = I64{b} * s.T + t;
+  const double* matrix = e + (I64{b} * s.G + group) * s.T * s.T;
+  double a = 0, c = 0;
+  for (int i = t - s.position[t]; i <= t; ++i) {
+    a += matrix[I64{t} * s.T + i] * k.Load(((I64{b} * s.T + i) * s.G + group) * s.K + x);
+  }
+  for (int i = t; i < s.T && i - t == s.position[i] - s.position[t]; ++i) {
+    c += matrix[I64{i} * s.T + t] * q.Load(((I64{b} * s.T + i) * s.G + group) * s.K + x);
+  }
+  dq[(row * s.G + group) * s.K + x] = a;
+  dk[(row * s.G + group) * s.K + x] = c;
+}
+
+// dv from p. Grid (T, H, B), V threads.
+__global__ void ReferenceValues(Array d_o, const double* p, Shape s, double* dv) {
+  const int t = blockIdx.x, h = blockIdx.y, b = blockIdx.z, x = threadIdx.x;
+  double sum = 0;
+  for (int i = t; i < s.T && i - t == s.position[i] - s.position[t]; ++i) {
+    sum += p[((I64{b} * s.H + h) * s.T + i) * s.T + t] *
+           d_o.Load(((I64{b} * s.T + i) * s.H + h) * s.V + x);
+  }
+  dv[((I64{b} * s.T + t) * s.H + h) * s.V + x] = sum;
+}
+
+// dg: the flow through each token. Grid (H, B).
+__global__ void ReferenceGates(const double* reads, const double* writes, Shape s, double* dg) {
+  const int h = blockIdx.x, b = blockIdx.y;
+  double flow = 0;
+  for (int t = 0; t < s.T; ++t) {
+    const I64 i = (I64{b} * s.T + t) * s.H + h;
+    if (s.position[t] == 0) flow = 0;
+    dg[i] = flow;
+    flow += writes[i] - reads[i];
+  }
+}
+
 // Squared error and squared norm of each head; rows of `x` at tokens first + i * step. Grid H.
 __global__ void Compare(Array x, const double* reference, int H, int width, int T, int B, int first,
                         int step, int samples, double* error, double* norm) {
@@ -319,6 +388,27 @@ struct Errors {
   double all, worst_head;
 };
 
+// `x` [B, T, heads, width] against a reference of the same shape or of samples of its tokens.
+Errors CompareWith(Array x, const double* reference, const Case& c, int heads, int width, int first,
+                   int step, int samples) {
+  Buffer totals(16 * heads);
+  auto* total = reinterpret_cast<double*>(totals.data());
+  Check(cudaMemset(total, 0, 16 * heads), "cudaMemset");
+  Compare<<<heads, 256>>>(x, reference, heads, width, c.T, c.B, first, step, samples, total,
+                          total + heads);
+  std::vector<double> host(2 * heads);
+  Check(cudaMemcpy(host.data(), total, 16 * heads, cudaMemcpyDeviceToHost), "reference");
+  Errors errors{0, 0};
+  double e = 0, n = 0;
+  for (int h = 0; h < heads; ++h) {
+    e += host[h], n += host[heads + h];
+    const double head = std::sqrt(host[h] / host[heads + h]);
+    if (!(head <= errors.worst_head)) errors.worst_head = head;
+  }
+  errors.all = std::sqrt(e / n);
+  return errors;
+}
+
 Errors CheckOutput(const Problem& p, int max_samples) {
   const Case& c = p.c;
   Buffer sums(8 * p.tokens() * c.H);
@@ -326,27 +416,134 @@ Errors CheckOutput(const Problem& p, int max_samples) {
                                   reinterpret_cast<double*>(sums.data()));
   const int step = std::max(1, c.T / max_samples) | 1;
   const int samples = (c.T + step - 1) / step, first = (c.T - 1) % step;
-  Buffer reference(8 * I64{c.B} * samples * c.H * c.V), totals(16 * c.H);
+  Buffer reference(8 * I64{c.B} * samples * c.H * c.V);
   auto* r = reinterpret_cast<double*>(reference.data());
-  auto* total = reinterpret_cast<double*>(totals.data());
   ReferenceOutput<<<dim3(samples, c.H, c.B), 128>>>(
       {p.q.data(), c.dtype}, {p.k.data(), c.dtype}, {p.v.data(), c.dtype},
       {p.scales.data(), p.ScalesType()}, reinterpret_cast<const double*>(sums.data()), p.shape,
       first, step, r);
-  Check(cudaMemset(total, 0, 16 * c.H), "cudaMemset");
-  Compare<<<c.H, 256>>>({p.o.data(), c.dtype}, r, c.H, c.V, c.T, c.B, first, step, samples, total,
-                        total + c.H);
-  std::vector<double> host(2 * c.H);
-  Check(cudaMemcpy(host.data(), total, 16 * c.H, cudaMemcpyDeviceToHost), "reference");
-  Errors errors{0, 0};
-  double e = 0, n = 0;
-  for (int h = 0; h < c.H; ++h) {
-    e += host[h], n += host[c.H + h];
-    const double head = std::sqrt(host[h] / host[c.H + h]);
-    if (!(head <= errors.worst_head)) errors.worst_head = head;
+  return CompareWith({p.o.data(), c.dtype}, r, c, c.H, c.V, first, step, samples);
+}
+
+// The gradients of one call.
+struct Outputs {
+  Buffer d_o, dq, dk, dv, dg, dscales;
+  explicit Outputs(const Problem& p)
+      : d_o(2 * p.tokens() * p.c.H * p.c.V),
+        dq(2 * p.tokens() * p.c.G * p.c.K),
+        dk(2 * p.tokens() * p.c.G * p.c.K),
+        dv(2 * p.tokens() * p.c.H * p.c.V),
+        dg(4 * p.tokens() * p.c.H),
+        dscales((p.c.scales_f32 ? 4 : 2) * p.tokens() * p.c.H * p.L) {
+    FillNormal<<<1024, 256>>>({d_o.data(), p.c.dtype}, p.tokens() * p.c.H * p.c.V, p.seed + 9, 1.f);
   }
-  errors.all = std::sqrt(e / n);
-  return errors;
+  TensorView Gradient(const Problem& p) const {
+    return TensorView(d_o.data(), p.c.dtype, {p.c.B, p.c.T, p.c.H, p.c.V});
+  }
+  fenwick::Gradients Views(const Problem& p) const {
+    const Case& c = p.c;
+    fenwick::Gradients g;
+    g.q = TensorView(dq.data(), c.dtype, {c.B, c.T, c.G, c.K});
+    g.k = TensorView(dk.data(), c.dtype, {c.B, c.T, c.G, c.K});
+    g.v = TensorView(dv.data(), c.dtype, {c.B, c.T, c.H, c.V});
+    g.g = TensorView(dg.data(), DType::kFloat32, {c.B, c.T, c.H});
+    g.level_scales = TensorView(dscales.data(), p.ScalesType(), {c.B, c.T, c.H, c.L});
+    return g;
+  }
+};
+
+// Prints the error of every gradient; false where one is too large.
+bool CheckGradients(const Problem& p, const Outputs& out) {
+  const Case& c = p.c;
+  const I64 pairs = I64{c.T} * c.T, tokens = p.tokens();
+  Buffer sums(8 * tokens * c.H), matrix(8 * pairs * c.B * c.H), scores(8 * pairs * c.B * c.G);
+  Buffer dscales(8 * tokens * c.H * c.L), reads(8 * tokens * c.H), writes(8 * tokens * c.H);
+  Buffer dq(8 * tokens * c.G * c.K), dk(8 * tokens * c.G * c.K), dv(8 * tokens * c.H * c.V);
+  Buffer dg(8 * tokens * c.H);
+  const auto d = [](const Buffer& x) { return reinterpret_cast<double*>(x.data()); };
+  Check(cudaMemset(d(scores), 0, 8 * pairs * c.B * c.G), "cudaMemset");
+  Check(cudaMemset(d(dscales), 0, 8 * tokens * c.H * c.L), "cudaMemset");
+  Check(cudaMemset(d(reads), 0, 8 * tokens * c.H), "cudaMemset");
+  Check(cudaMemset(d(writes), 0, 8 * tokens * c.H), "cudaMemset");
+  const Array q{p.q.data(), c.dtype}, k{p.k.data(), c.dtype}, v{p.v.data(), c.dtype};
+  const Array d_o{out.d_o.data(), c.dtype}, scales{p.scales.data(), p.ScalesType()};
+  SumGates<<<dim3(c.H, c.B), 1>>>(reinterpret_cast<const float*>(p.g.data()), p.shape, d(sums));
+  ReferencePairs<<<dim3(c.T, c.H, c.B), 128>>>(q, k, v, d_o, scales, d(sums), p.shape, d(matrix),
+                                               d(scores), d(dscales), d(reads), d(writes));
+  ReferenceKeys<<<dim3(c.T, c.G, c.B), c.K>>>(q, k, d(scores), p.shape, d(dq), d(dk));
+  ReferenceValues<<<dim3(c.T, c.H, c.B), c.V>>>(d_o, d(matrix), p.shape, d(dv));
+  ReferenceGates<<<dim3(c.H, c.B), 1>>>(d(reads), d(writes), p.shape, d(dg));
+  Check(cudaDeviceSynchronize(), "backward reference");
+  bool good = true;
+  const auto check = [&](const char* name, Array x, const Buffer& r, int heads, int width,
+                         double limit) {
+    const Errors e = CompareWith(x, d(r), c, heads, width, 0, 1, c.T);
+    good &= e.all <= limit;
+    std::printf(" %s %.1e/%.1e", name, e.all, e.worst_head);
+  };
+  check("dq", {out.dq.data(), c.dtype}, dq, c.G, c.K, 1e-2);
+  check("dk", {out.dk.data(), c.dtype}, dk, c.G, c.K, 1e-2);
+  check("dv", {out.dv.data(), c.dtype}, dv, c.H, c.V, 1e-2);
+  check("dlevels", {out.dscales.data(), p.ScalesType()}, dscales, c.H, c.L, 1e-2);
+  // One token has no gate gradient to compare with.
+  if (Problem::MaxLength(c) > 1) check("dg", {out.dg.data(), DType::kFloat32}, dg, c.H, 1, 1e-2);
+  return good;
+}
+
+// Bytes of all gradients, to compare runs.
+std::vector<char> Snapshot(const Problem& p, const Outputs& out) {
+  std::vector<char> all;
+  const auto add = [&](const Buffer& x, I64 bytes) {
+    all.resize(all.size() + bytes);
+    Check(cudaMemcpy(all.data() + all.size() - bytes, x.data(), bytes, cudaMemcpyDeviceToHost),
+          "snapshot");
+  };
+  add(out.dq, 2 * p.tokens() * p.c.G * p.c.K);
+  add(out.dk, 2 * p.tokens() * p.c.G * p.c.K);
+  add(out.dv, 2 * p.tokens() * p.c.H * p.c.V);
+  add(out.dg, 4 * p.tokens() * p.c.H);
+  add(out.dscales, (p.c.scales_f32 ? 4 : 2) * p.tokens() * p.c.H * p.L);
+  return all;
+}
+
+bool RunBackward(const Problem& p, int repeats) {
+  namespace hopper = fenwick::cuda::hopper;
+  const fenwick::Inputs in = p.Inputs();
+  const Outputs out(p);
+  const fenwick::Gradients gradients = out.Views(p);
+  if (!hopper::BackwardFits(in, {}, gradients, Device())) {
+    std::printf("%-28s backward refused by the plan\n", p.c.name.c_str());
+    return true;
+  }
+  fenwick::Context context;
+  context.device = fenwick::Device::kCUDA;
+  context.workspace_bytes = hopper::BackwardWorkspaceBytes(in, {}, gradients, Device());
+  Buffer workspace(context.workspace_bytes);
+  context.workspace = workspace.data();
+  const auto backward = [&] {
+    hopper::Backward(in, out.Gradient(p), {}, gradients, context, Device());
+  };
+  backward();
+  Check(cudaDeviceSynchronize(), "backward");
+  std::printf("%-28s backward", p.c.name.c_str());
+  bool good = true;
+  if (repeats == 0) {
+    good = CheckGradients(p, out);
+    const std::vector<char> once = Snapshot(p, out);
+    int different = 0;
+    for (int i = 0; i < 3; ++i) {
+      workspace.Poison();
+      backward();
+      different += Snapshot(p, out) != once;
+    }
+    good &= different == 0;
+    std::printf(" runs that differ %d %s\n", different, good ? "ok" : "WRONG");
+  } else {
+    std::printf(" %.4f ms, workspace %.3f GiB\n", MedianMilliseconds(backward, repeats),
+                static_cast<double>(context.workspace_bytes) / (1 << 30));
+  }
+  std::fflush(stdout);
+  return good;
 }
 
 // Runs one case; times it where repeats > 0. Returns false where the error is too large.
@@ -368,13 +565,14 @@ bool RunCase(const Case& given, int repeats, std::uint32_t seed) {
   forward();
   Check(cudaDeviceSynchronize(), "forward");
   const Errors errors = CheckOutput(p, repeats > 0 ? 48 : 1 << 30);
-  const bool good = errors.all <= 5e-3 && errors.worst_head <= 8e-3;
+  bool good = errors.all <= 5e-3 && errors.worst_head <= 8e-3;
   std::printf("%-28s error %.2e worst head %.2e workspace %.3f GiB %s", given.name.c_str(),
               errors.all, errors.worst_head, static_cast<double>(bytes) / (1 << 30),
               good ? "ok" : "WRONG");
   if (repeats > 0) std::printf("  forward %.4f ms", MedianMilliseconds(forward, repeats));
   std::printf("\n");
   std::fflush(stdout);
+  good &= RunBackward(p, repeats > 0 ? std::max(5, repeats / 2) : 0);
   return good;
 }
 
@@ -406,6 +604,9 @@ std::vector<Case> CheckCases() {
   add({.name = "packed", .H = 4, .packed = {1, 0, 127, 128, 129, 0, 700, 64, 2000, 3}});
   add({.name = "packed key 64", .H = 4, .K = 64, .packed = {300, 77, 1100}});
   add({.name = "scale", .T = 300, .scale = 0.37f});
+  add({.name = "long 8192", .B = 1, .T = 8192, .H = 6});
+  add({.name = "long strong 8192", .B = 1, .T = 8192, .H = 4, .gates = Gates::kStrong});
+  add({.name = "long resets 8192", .B = 1, .T = 8192, .H = 4, .gates = Gates::kResets});
   return cases;
 }
 

@@ -5,6 +5,7 @@
 #include "cuda/hopper.h"
 #include "cuda/hopper_scalar_gate/kernels.h"
 #include "cuda/hopper_scalar_gate/plan.h"
+#include "cuda/hopper_scalar_gate/set_up.h"
 #include "cuda/launch.h"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/tensor_map.h"
@@ -29,8 +30,10 @@ void LaunchForward(const ForwardParams& params, DType scales, const ForwardMaps&
   }
 }
 
-ForwardParams MakeParams(const ForwardPlan& plan, const Inputs& inputs, const TensorView& o,
-                         char* workspace) {
+}  // namespace
+
+ForwardParams SetUpForward(const ForwardPlan& plan, const ForwardWorkspace& w, const Inputs& inputs,
+                           char* workspace, cudaStream_t stream) {
   ForwardParams p;
   p.layout = plan.layout;
   p.heads_per_group = static_cast<int>(inputs.v.size(2) / inputs.q.size(2));
@@ -48,12 +51,6 @@ ForwardParams MakeParams(const ForwardPlan& plan, const Inputs& inputs, const Te
   p.scales_batch_stride = inputs.level_scales.stride(0);
   p.scales_token_stride = inputs.level_scales.stride(1);
   p.scales_head_stride = inputs.level_scales.stride(2);
-  p.o = o.data;
-  p.o_mapped = CanMapTensor(o);
-  p.o_batch_stride = o.stride(0);
-  p.o_token_stride = o.stride(1);
-  p.o_head_stride = o.stride(2);
-  const ForwardWorkspace& w = plan.workspace;
   p.local_decay = reinterpret_cast<float*>(workspace + w.local_decay);
   p.decay_to_end = workspace + w.decay_to_end;
   p.weights = reinterpret_cast<__nv_bfloat16*>(workspace + w.weights);
@@ -61,10 +58,17 @@ ForwardParams MakeParams(const ForwardPlan& plan, const Inputs& inputs, const Te
   p.node_decay = reinterpret_cast<float*>(workspace + w.node_decay);
   p.segment_states = reinterpret_cast<float*>(workspace + w.segment_states);
   p.segment_decay = reinterpret_cast<float*>(workspace + w.segment_decay);
+  if (!inputs.cu_seqlens.empty()) {
+    const PackedTables tables = MakePackedTables(inputs.cu_seqlens, plan.layout.log_segment);
+    CopyToDevice(workspace + w.sequences, tables.sequences, stream);
+    CopyToDevice(workspace + w.sequence_of_chunk, tables.sequence_of_chunk, stream);
+    CopyToDevice(workspace + w.sequence_of_segment, tables.sequence_of_segment, stream);
+    p.layout.sequences = reinterpret_cast<const Sequence*>(workspace + w.sequences);
+    p.layout.sequence_of_chunk = reinterpret_cast<const int*>(workspace + w.sequence_of_chunk);
+    p.layout.sequence_of_segment = reinterpret_cast<const int*>(workspace + w.sequence_of_segment);
+  }
   return p;
 }
-
-}  // namespace
 
 bool ForwardFits(const Inputs& inputs, const StateView& final_state, const DeviceTraits& device) {
   return device.major == 9 && device.minor == 0 &&
@@ -80,20 +84,13 @@ void Forward(const Inputs& inputs, const TensorView& o, const StateView& final_s
              const Context& context, const DeviceTraits& device) {
   const ForwardPlan plan = MakeForwardPlan(inputs, final_state, device.multiprocessors).value();
   const auto stream = static_cast<cudaStream_t>(context.stream);
-  char* workspace = static_cast<char*>(context.workspace);
-  ForwardParams params = MakeParams(plan, inputs, o, workspace);
-  if (!inputs.cu_seqlens.empty()) {
-    const PackedTables tables = MakePackedTables(inputs.cu_seqlens, plan.layout.log_segment);
-    char* sequences = workspace + plan.workspace.sequences;
-    char* of_chunk = workspace + plan.workspace.sequence_of_chunk;
-    char* of_segment = workspace + plan.workspace.sequence_of_segment;
-    CopyToDevice(sequences, tables.sequences, stream);
-    CopyToDevice(of_chunk, tables.sequence_of_chunk, stream);
-    CopyToDevice(of_segment, tables.sequence_of_segment, stream);
-    params.layout.sequences = reinterpret_cast<const Sequence*>(sequences);
-    params.layout.sequence_of_chunk = reinterpret_cast<const int*>(of_chunk);
-    params.layout.sequence_of_segment = reinterpret_cast<const int*>(of_segment);
-  }
+  ForwardParams params =
+      SetUpForward(plan, plan.workspace, inputs, static_cast<char*>(context.workspace), stream);
+  params.o = o.data;
+  params.o_mapped = CanMapTensor(o);
+  params.o_batch_stride = o.stride(0);
+  params.o_token_stride = o.stride(1);
+  params.o_head_stride = o.stride(2);
   ForwardMaps maps{};
   maps.q = MapTensor(inputs.q, kChunk);
   maps.k = MapTensor(inputs.k, kChunk);

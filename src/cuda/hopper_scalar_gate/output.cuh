@@ -16,6 +16,7 @@
 #include "cuda/hopper_scalar_gate/layout.cuh"
 #include "cuda/hopper_scalar_gate/local_scores.cuh"
 #include "cuda/hopper_scalar_gate/params.h"
+#include "cuda/hopper_scalar_gate/store_rows.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sync.cuh"
@@ -296,51 +297,23 @@ struct OutputConsumer {
     }
   }
 
-  // Stores the warp's 16 rows of o. Past the end of a packed sequence they belong to the next one;
-  // past the end of a tensor the copy engine drops them.
-  __device__ __forceinline__ void Store(const CUtensorMap& o_map, const ForwardParams& p,
-                                        const ChunkPlace& place, const float (&o)[32], int head,
-                                        int value_tile) {
+  // Stores the warp's 16 rows of o.
+  __device__ __forceinline__ void Store(const RowsTarget& target, const ChunkPlace& place,
+                                        const float (&o)[32], int head, int value_tile) {
     const std::uint32_t staging = shared + Shape::kOut + at.warpgroup * 8192 + at.warp * 2048;
-    const int row = 64 * at.warpgroup + 16 * at.warp;
     if (at.lane == 0) ptx::WaitStoresRead<0>();
     __syncwarp();
     StoreAccumulator<Element>(staging, o, at.lane);
     ptx::FenceAsyncShared();
     __syncwarp();
-    const bool packed = p.layout.sequences != nullptr;
-    if (p.o_mapped && (row + 16 <= place.valid || !packed)) {
-      if (at.lane == 0) {
-        ptx::StoreTile(&o_map, staging, value_tile * kValueTile, head, place.token + row,
-                       place.batch);
-        ptx::CommitStores();
-      }
-      return;
-    }
-    const int columns = min(kValueTile, p.value_size - value_tile * kValueTile);
-    auto* out = static_cast<unsigned short*>(p.o) + place.batch * p.o_batch_stride +
-                (place.token + row) * p.o_token_stride + head * p.o_head_stride +
-                value_tile * kValueTile;
-    const int group = at.lane % 8, column = 8 * group;
-#pragma unroll 1
-    for (int r = at.lane / 8; r < min(16, place.valid - row); r += 4) {
-      const std::uint32_t from = staging + SwizzledOffset(r, group);
-      unsigned short* to = out + r * p.o_token_stride + column;
-      if (p.o_mapped && column + 8 <= columns) {  // 16-byte aligned
-        *reinterpret_cast<uint4*>(to) = ptx::LoadSharedU32x4(from);
-        continue;
-      }
-#pragma unroll 1
-      for (int i = 0; i < min(8, columns - column); ++i) {
-        const std::uint32_t pair = ptx::LoadSharedU32(from + 4 * (i / 2));
-        to[i] = static_cast<unsigned short>(i & 1 ? pair >> 16 : pair);
-      }
-    }
-    __syncwarp();
+    StoreRows(target, place, head, value_tile, 64 * at.warpgroup + 16 * at.warp, staging, at.lane);
   }
 
   __device__ __forceinline__ void Run(const CUtensorMap& o_map, const ForwardParams& p,
                                       const OutputBlock& block) {
+    const RowsTarget target{
+        &o_map,          p.o,          p.o_batch_stride, p.o_token_stride,
+        p.o_head_stride, p.value_size, p.o_mapped,       p.layout.sequences != nullptr};
     LocalScores scores;
     ptx::BarrierWait(barriers.query, 0);
     const std::uint32_t k_tile = WaitStage();
@@ -374,7 +347,7 @@ struct OutputConsumer {
       const int used_pair = iteration;
       StartPair(products);
       if (started)
-        Store(o_map, p, block.place, o, p.head_begin + block.first_head + head, value_tile);
+        Store(target, block.place, o, p.head_begin + block.first_head + head, value_tile);
       if (++value_tile == p.value_tiles) {
         value_tile = 0;
         ++head;

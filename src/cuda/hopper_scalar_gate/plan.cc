@@ -48,7 +48,9 @@ bool CutSequences(const Inputs& inputs, int log_segment, ForwardPlan& plan) {
   return true;
 }
 
-ForwardWorkspace PlaceWorkspace(const ForwardPlan& plan, bool packed, int heads) {
+}  // namespace
+
+ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int heads) {
   ForwardWorkspace w;
   const auto place = [&w](std::size_t& offset, std::size_t bytes) {
     offset = w.bytes;
@@ -72,7 +74,7 @@ ForwardWorkspace PlaceWorkspace(const ForwardPlan& plan, bool packed, int heads)
   return w;
 }
 
-// Heads of one output block: fewest waves of blocks, each costing its heads plus a fixed part
+// Fewest waves of blocks, each costing its heads plus a fixed part
 // (loading q and k, their scores, filling the pipeline) worth about 1.5 heads, as measured.
 int ChooseHeadsPerBlock(int heads_in_group, int groups, int chunks, int value_tiles,
                         int multiprocessors) {
@@ -88,7 +90,17 @@ int ChooseHeadsPerBlock(int heads_in_group, int groups, int chunks, int value_ti
   return best;
 }
 
-}  // namespace
+int ChooseHeadsPerPass(int heads_in_group, int groups, const std::function<bool(int)>& fits) {
+  int best = 1;
+  for (int count = 1; count <= heads_in_group; ++count) {
+    if (heads_in_group % count == 0 && fits(count)) best = count;
+  }
+  if (best < heads_in_group) return best;
+  for (int g = 2; g <= groups; ++g) {
+    if (fits(g * heads_in_group)) best = g * heads_in_group;
+  }
+  return best;
+}
 
 std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView& final_state,
                                            int multiprocessors) {
@@ -118,20 +130,10 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
     if (!CutSequences(inputs, log_segment, plan)) return std::nullopt;
     if (plan.layout.num_segments * blocks_per_segment >= 2 * multiprocessors) break;
   }
-  // Heads in a pass: whole q/k groups, or an equal part of one.
-  const auto fits = [&](int count) {
-    return PlaceWorkspace(plan, packed, count).bytes <= kForwardWorkspaceTarget;
-  };
-  plan.heads_per_pass = 1;
-  for (int count = 1; count <= heads_in_group; ++count) {
-    if (heads_in_group % count == 0 && fits(count)) plan.heads_per_pass = count;
-  }
-  if (plan.heads_per_pass == heads_in_group) {
-    for (int g = 1; g <= groups; ++g) {
-      if (fits(g * heads_in_group)) plan.heads_per_pass = g * heads_in_group;
-    }
-  }
-  plan.workspace = PlaceWorkspace(plan, packed, plan.heads_per_pass);
+  plan.heads_per_pass = ChooseHeadsPerPass(heads_in_group, groups, [&](int count) {
+    return PlaceForwardWorkspace(plan, packed, count).bytes <= kForwardWorkspaceTarget;
+  });
+  plan.workspace = PlaceForwardWorkspace(plan, packed, plan.heads_per_pass);
   const int heads_together = std::min(heads_in_group, plan.heads_per_pass);
   plan.heads_per_block =
       ChooseHeadsPerBlock(heads_together, plan.heads_per_pass / heads_together,

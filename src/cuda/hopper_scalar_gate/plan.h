@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <vector>
@@ -30,9 +31,41 @@ struct ForwardPlan {
   ForwardWorkspace workspace;
 };
 
+// Places the forward's arrays for `heads` heads in a pass.
+ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int heads);
+
+// Heads of one block of the kernels that run over heads.
+int ChooseHeadsPerBlock(int heads_in_group, int groups, int chunks, int value_tiles,
+                        int multiprocessors);
+
+// The most heads whose arrays fit: whole q/k groups, or an equal part of one; 1 if nothing fits.
+int ChooseHeadsPerPass(int heads_in_group, int groups, const std::function<bool(int)>& fits);
+
 // No plan: the shapes, types, strides or states are not what these kernels are built for.
 std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView& final_state,
                                            int multiprocessors);
+
+// Arrays of a backward call, after the forward's, as byte offsets.
+struct BackwardWorkspace {
+  ForwardWorkspace forward;
+  std::size_t segment_reads = 0, segment_grads = 0, segment_flow = 0, chunk_grads = 0;
+  std::size_t scale_grads = 0, node_reads = 0, local_flow = 0, flow_change = 0;
+  std::size_t node_dq = 0, local_dq = 0, local_dk = 0;
+  std::size_t bytes = 0;
+};
+
+struct BackwardPlan {
+  ForwardPlan forward;  // with K padded to 128, and the backward's heads_per_pass and _block
+  int segment_levels = 0;
+  int runs_per_pass = 0;  // within a q/k group
+  int runs = 0;           // within a q/k group, over all passes
+  BackwardWorkspace workspace;
+};
+
+// No plan: see MakeForwardPlan; besides, every gradient must be asked for.
+std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
+                                             const StateGradView& d_final_state,
+                                             const Gradients& gradients, int multiprocessors);
 
 // Tables of a packed batch, in host memory; empty where not packed.
 struct PackedTables {

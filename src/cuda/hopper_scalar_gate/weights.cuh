@@ -4,8 +4,9 @@
 //   node i:          scale * lambda[t, level of node i] * 2^(gap_i + a[t])
 // gap_i is the log2 decay of the nodes between node i and the chunk, a[t] that of the chunk through
 // t (pass 0). Bit b of the chunk's index is read through level kLogChunk + 1 + b. All levels are
-// capped at L - 1, which is LevelPolicy::kSaturate and never bites otherwise. Rows past the end of
-// the sequence get weight 0. Later passes see neither the layout nor the type of level_scales.
+// capped at L - 1, which is LevelPolicy::kSaturate and never bites otherwise. Tokens past the end
+// of the sequence and levels that a token does not have get weight 0. Later passes see neither the
+// layout nor the type of level_scales.
 #pragma once
 
 #include "cuda/hopper_scalar_gate/layout.cuh"
@@ -124,7 +125,9 @@ __global__ void __launch_bounds__(kWeightThreads)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = ToFloat(reinterpret_cast<const Scale*>(scales + (t + i) * pitch)[column]);
-      w[i] = t + i < place.valid ? p.scale * x : 0.f;
+      // A level that the token does not have may hold anything.
+      const bool live = row == 0 || row >= kLocalLevels || ((t + i) >> (row - 1) & 1) != 0;
+      w[i] = live && t + i < place.valid ? p.scale * x : 0.f;
     }
     if (row >= kLocalLevels) {
       const float gap = gaps[head][row - kLocalLevels];

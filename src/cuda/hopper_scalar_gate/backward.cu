@@ -1,0 +1,175 @@
+// The backward of the scalar gate on Hopper: recompute the forward's states, then passes 2 to 7 for
+// one head group after another.
+#include <algorithm>
+
+#include "cuda/hopper.h"
+#include "cuda/hopper_scalar_gate/chunk_grads.cuh"
+#include "cuda/hopper_scalar_gate/finish.cuh"
+#include "cuda/hopper_scalar_gate/kernels.h"
+#include "cuda/hopper_scalar_gate/local_grads.cuh"
+#include "cuda/hopper_scalar_gate/node_grads.cuh"
+#include "cuda/hopper_scalar_gate/plan.h"
+#include "cuda/hopper_scalar_gate/segment_walk.cuh"
+#include "cuda/hopper_scalar_gate/set_up.h"
+#include "cuda/launch.h"
+#include "cuda/tile/tensor_map.h"
+
+namespace fenwick::cuda::hopper {
+namespace {
+
+using Element = BFloat16;
+
+struct BackwardMaps {
+  ForwardMaps forward;
+  CUtensorMap d_o, dv;
+};
+
+BackwardParams MakeBackwardParams(const BackwardPlan& plan, const Inputs& inputs,
+                                  const Gradients& gradients, char* workspace,
+                                  cudaStream_t stream) {
+  BackwardParams b;
+  b.forward = SetUpForward(plan.forward, plan.workspace.forward, inputs, workspace, stream);
+  b.groups = static_cast<int>(inputs.q.size(2));
+  b.batches = static_cast<int>(inputs.q.size(0));
+  b.tokens = static_cast<int>(inputs.q.size(1));
+  b.segment_levels = plan.segment_levels;
+  b.runs_per_pass = plan.runs_per_pass;
+  b.partial_stride = inputs.q.size(0) * inputs.q.size(1) * inputs.q.size(2) * kBackwardKeySize;
+  const BackwardWorkspace& w = plan.workspace;
+  const auto floats = [workspace](std::size_t offset) {
+    return reinterpret_cast<float*>(workspace + offset);
+  };
+  b.segment_reads = floats(w.segment_reads);
+  b.segment_grads = floats(w.segment_grads);
+  b.segment_flow = floats(w.segment_flow);
+  b.chunk_grads = workspace + w.chunk_grads;
+  b.scale_grads = floats(w.scale_grads);
+  b.node_reads = floats(w.node_reads);
+  b.local_flow = floats(w.local_flow);
+  b.flow_change = floats(w.flow_change);
+  b.node_dq = floats(w.node_dq);
+  b.local_dq = floats(w.local_dq);
+  b.local_dk = floats(w.local_dk);
+  b.dv = gradients.v.data;
+  b.dv_mapped = CanMapTensor(gradients.v);
+  b.dv_batch_stride = gradients.v.stride(0);
+  b.dv_token_stride = gradients.v.stride(1);
+  b.dv_head_stride = gradients.v.stride(2);
+  b.dg = static_cast<float*>(gradients.g.data);
+  b.dg_batch_stride = gradients.g.stride(0);
+  b.dg_token_stride = gradients.g.stride(1);
+  b.dscales = gradients.level_scales.data;
+  b.dscales_batch_stride = gradients.level_scales.stride(0);
+  b.dscales_token_stride = gradients.level_scales.stride(1);
+  b.dscales_head_stride = gradients.level_scales.stride(2);
+  return b;
+}
+
+template <typename Scale>
+void LaunchScaleGrads(const BackwardParams& b, cudaStream_t stream) {
+  const ForwardParams& p = b.forward;
+  const std::int64_t blocks_per_chunk =
+      (p.num_heads + WeightHeads<Scale>() - 1) / WeightHeads<Scale>();
+  Launch("scale grads", ScaleGradsKernel<Scale>, p.layout.num_chunks * blocks_per_chunk,
+         kWeightThreads, kChunk * ScalesPitch(p.levels), stream, b);
+}
+
+void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
+                cudaStream_t stream) {
+  const ForwardParams& p = b.forward;
+  LaunchStates<Element>(p, scales, maps.forward, stream);
+  const std::int64_t tiles = std::int64_t{p.num_heads} * p.value_tiles;
+  const int heads_in_group = std::min(p.heads_per_group, p.num_heads);
+  const int groups = p.num_heads / heads_in_group;
+  if (p.layout.num_segments > p.layout.num_sequences) {
+    const std::int64_t pairs = (heads_in_group * p.value_tiles + 1) / 2;
+    const int parts =
+        (b.segment_levels + SegmentReadsShape::kNodes - 1) / SegmentReadsShape::kNodes;
+    Launch("segment reads", SegmentReadsKernel<Element>,
+           pairs * groups * p.layout.num_segments * parts, SegmentReadsShape::kThreads,
+           SegmentReadsShape::kSharedBytes, stream, maps.forward.q, maps.d_o, b);
+    Launch("segment walk", SegmentWalkKernel<Element>,
+           kStateElements / 2 / kWalkThreads * tiles * p.layout.num_sequences, kWalkThreads, 0,
+           stream, b);
+  }
+  Launch("chunk grads", ChunkGradsKernel<Element>, tiles * p.layout.num_segments,
+         ChunkGradsShape::kThreads, ChunkGradsShape::kSharedBytes, stream, maps.forward.q, maps.d_o,
+         b);
+  const std::int64_t runs = std::int64_t{groups} * b.runs_per_pass * p.layout.num_chunks;
+  Launch("node grads", NodeGradsKernel<Element>, runs, NodeGradsShape::kThreads,
+         NodeGradsShape::kSharedBytes, stream, maps.forward.q, maps.d_o, b);
+  Launch("local grads", LocalGradsKernel<Element>, runs, LocalGradsShape::kThreads,
+         LocalGradsShape::kSharedBytes, stream, maps.forward.q, maps.forward.k, maps.forward.v,
+         maps.d_o, maps.dv, b);
+  if (scales == DType::kFloat32) {
+    LaunchScaleGrads<float>(b, stream);
+  } else {
+    LaunchScaleGrads<Element::Storage>(b, stream);
+  }
+  const std::int64_t octets = (p.num_heads + kFlowHeads - 1) / kFlowHeads;
+  Launch("flow", FlowKernel<>, octets * p.layout.num_segments, 32 * kFlowHeads, 0, stream, b);
+}
+
+void LaunchReduce(const BackwardParams& b, int runs, const float* first, const float* second,
+                  const TensorView& out, cudaStream_t stream) {
+  ReduceParams r;
+  r.first = first;
+  r.second = second;
+  r.parts = runs;
+  r.partial_stride = b.partial_stride;
+  r.rows = b.partial_stride / kBackwardKeySize;
+  r.tokens = b.tokens;
+  r.groups = b.groups;
+  r.key_size = static_cast<int>(out.size(3));
+  r.out = out.data;
+  r.batch_stride = out.stride(0);
+  r.token_stride = out.stride(1);
+  r.group_stride = out.stride(2);
+  Launch("reduce partials", ReducePartialsKernel<Element>,
+         (r.rows * 32 + kReduceThreads - 1) / kReduceThreads, kReduceThreads, 0, stream, r);
+}
+
+}  // namespace
+
+bool BackwardFits(const Inputs& inputs, const StateGradView& d_final_state,
+                  const Gradients& gradients, const DeviceTraits& device) {
+  return device.major == 9 && device.minor == 0 &&
+         MakeBackwardPlan(inputs, d_final_state, gradients, device.multiprocessors).has_value();
+}
+
+std::size_t BackwardWorkspaceBytes(const Inputs& inputs, const StateGradView& d_final_state,
+                                   const Gradients& gradients, const DeviceTraits& device) {
+  return MakeBackwardPlan(inputs, d_final_state, gradients, device.multiprocessors)
+      .value()
+      .workspace.bytes;
+}
+
+void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
+              const Gradients& gradients, const Context& context, const DeviceTraits& device) {
+  if (!CanMapTensor(d_o)) {
+    throw Error("d_o: expected a base and strides of multiples of 16 bytes");
+  }
+  const BackwardPlan plan =
+      MakeBackwardPlan(inputs, d_final_state, gradients, device.multiprocessors).value();
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  BackwardParams b =
+      MakeBackwardParams(plan, inputs, gradients, static_cast<char*>(context.workspace), stream);
+  BackwardMaps maps{};
+  maps.forward.q = MapTensor(inputs.q, kChunk);
+  maps.forward.k = MapTensor(inputs.k, kChunk);
+  maps.forward.v = MapTensor(inputs.v, kChunk);
+  maps.d_o = MapTensor(d_o, kChunk);
+  if (b.dv_mapped) maps.dv = MapTensor(gradients.v, 16);
+  const int heads = static_cast<int>(inputs.v.size(2));
+  const int heads_in_group = b.forward.heads_per_group;
+  for (int head = 0; head < heads; head += plan.forward.heads_per_pass) {
+    b.forward.head_begin = head;
+    b.forward.num_heads = std::min(plan.forward.heads_per_pass, heads - head);
+    b.run_begin = head % heads_in_group / plan.forward.heads_per_pass * plan.runs_per_pass;
+    LaunchPass(b, inputs.level_scales.dtype, maps, stream);
+  }
+  LaunchReduce(b, plan.runs, b.node_dq, b.local_dq, gradients.q, stream);
+  LaunchReduce(b, plan.runs, b.local_dk, nullptr, gradients.k, stream);
+}
+
+}  // namespace fenwick::cuda::hopper

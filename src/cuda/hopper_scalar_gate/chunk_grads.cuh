@@ -1,0 +1,217 @@
+// Backward pass 4: D of every chunk. One block walks the chunks of a segment from the last to the
+// first. R of the levels inside the segment,
+//   R_l += (w_l o Q)^T dO     [K, V],
+// is summed in registers while bit l of the chunk's index is set and feeds D while it is clear, so
+// it never touches memory; the levels above come decayed from the segment's end (pass 3).
+#pragma once
+
+#include "cuda/hopper_scalar_gate/chunk_states.cuh"
+#include "cuda/hopper_scalar_gate/segment_reads.cuh"
+
+namespace fenwick::cuda::hopper {
+
+struct ChunkGradsShape {
+  static constexpr int kStages = 4;
+  static constexpr int kStageBytes = 3 * kTileBytes;          // q, dO
+  static constexpr int kTotal = kMaxLogSegment * kChunk * 2;  // after the weight rows
+  static constexpr int kAuxBytes = kTotal + 16;
+  static constexpr int kOut = kStages * kStageBytes;  // 2 KB a warp
+  static constexpr int kAux = kOut + 2 * 8192;
+  static constexpr int kBarriers = kAux + kStages * kAuxBytes;
+  static constexpr int kSharedBytes = kBarriers + kStages * 16 + 1024;
+  static constexpr int kThreads = 3 * kWarpgroup;
+};
+
+// d (+)= (w o Q)^T dO for this warpgroup's 64 rows of K.
+template <typename Element>
+__device__ __forceinline__ void AddReads(float (&d)[32], std::uint32_t fragment,
+                                         std::uint32_t weights, std::uint64_t d_o,
+                                         bool accumulate) {
+  constexpr int kBatch = 2;  // few fragments at a time: registers are short
+  ptx::PinRegisters(d);
+#pragma unroll
+  for (int batch = 0; batch < 8; batch += kBatch) {
+    std::uint32_t a[kBatch][4];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int tokens = 16 * (batch + i);
+      ptx::LoadMatrix4Transposed(a[i], fragment + tokens * kTileRowBytes);
+      const std::uint32_t low = ptx::LoadSharedU32(weights + 2 * tokens);
+      const std::uint32_t high = ptx::LoadSharedU32(weights + 2 * tokens + 16);
+      a[i][0] = Element::Multiply(a[i][0], low);
+      a[i][1] = Element::Multiply(a[i][1], low);
+      a[i][2] = Element::Multiply(a[i][2], high);
+      a[i][3] = Element::Multiply(a[i][3], high);
+    }
+    ptx::WgmmaFence();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      ptx::WgmmaRegisters<Element, true>(d, a[i], d_o + (batch + i) * kStepRows16,
+                                         batch + i > 0 || accumulate);
+    }
+    ptx::WgmmaCommit();
+  }
+  ptx::WgmmaWait<0>();
+  ptx::PinRegisters(d);
+}
+
+// Grid x: value tiles x heads x segments.
+template <typename Element>
+__global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
+    ChunkGradsKernel(const __grid_constant__ CUtensorMap q_map,
+                     const __grid_constant__ CUtensorMap do_map,
+                     const __grid_constant__ BackwardParams b) {
+  using Shape = ChunkGradsShape;
+  const ForwardParams& p = b.forward;
+  extern __shared__ char raw[];
+  const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
+  const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kStages;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Shape::kStages; ++i) {
+      ptx::BarrierInit(full + 8 * i, 1);
+      ptx::BarrierInit(empty + 8 * i, 8);
+    }
+    ptx::BarrierInitFence();
+  }
+  __syncthreads();
+  int rest = blockIdx.x;
+  const int value_tile = rest % p.value_tiles;
+  rest /= p.value_tiles;
+  const int head = rest % p.num_heads, segment = rest / p.num_heads;
+  const SegmentPlace place = PlaceOfSegment(p.layout, segment);
+  const int log_segment = p.layout.log_segment;
+  const int first = place.index << log_segment;
+  const int count = min(1 << log_segment, place.num_chunks - first);
+  const std::size_t record =
+      static_cast<std::size_t>(head) * p.layout.num_chunks + place.first_chunk + first;
+
+  const int warp_in_block = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (warp_in_block >= 8) {
+    ptx::LowerRegisters<24>();
+    if (warp_in_block > 8 || lane > 0) return;
+    const int group = (p.head_begin + head) / p.heads_per_group;
+    for (int step = 0; step < count; ++step) {
+      const int stage = step % Shape::kStages, i = count - 1 - step;
+      if (step >= Shape::kStages) {
+        ptx::BarrierWait(empty + 8 * stage, ((step / Shape::kStages) & 1) ^ 1);
+      }
+      const std::uint32_t bar = full + 8 * stage, tile = shared + stage * Shape::kStageBytes;
+      const std::uint32_t aux = shared + Shape::kAux + stage * Shape::kAuxBytes;
+      const int token = place.token + (first + i) * kChunk;
+      const int row_bytes = __popc(i) * kChunk * 2;
+      ptx::BarrierExpect(bar, 3 * kTileBytes + row_bytes + 16);
+      ptx::LoadTile(tile, &q_map, bar, 0, group, token, place.batch);
+      ptx::LoadTile(tile + kTileBytes, &q_map, bar, 64, group, token, place.batch);
+      ptx::LoadTile(tile + 2 * kTileBytes, &do_map, bar, value_tile * kValueTile,
+                    p.head_begin + head, token, place.batch);
+      if (row_bytes > 0) {
+        ptx::LoadBytes(aux, p.weights + ((record + i) * p.weight_rows + kLocalLevels) * kChunk,
+                       row_bytes, bar);
+      }
+      ptx::LoadBytes(
+          aux + Shape::kTotal,
+          static_cast<const char*>(p.decay_to_end) + (record + i) * kDecayToEndBytes + 2 * kChunk,
+          16, bar);
+    }
+    return;
+  }
+
+  ptx::RaiseRegisters<240>();
+  const int warpgroup = warp_in_block / 4, warp = warp_in_block % 4;
+  const int matrix_row = ((lane >> 4) & 1) * 8 + (lane & 7);
+  const std::uint32_t fragment =
+      warpgroup * kTileBytes + SwizzledOffset(matrix_row, 2 * warp + ((lane >> 3) & 1));
+  const std::uint32_t staging = shared + Shape::kOut + warp_in_block * 2048;
+  const int row = 64 * warpgroup + 16 * warp;
+  auto* out = static_cast<typename Element::Storage*>(b.chunk_grads) +
+              (record * p.value_tiles + value_tile) * kStateElements + row * kTileColumns;
+
+  float reads[kMaxLogSegment][32], to_end[kMaxLogSegment];
+  float from_above[32], segment_to_end = 0;
+#pragma unroll
+  for (int l = 0; l < kMaxLogSegment; ++l) {
+    to_end[l] = 0;
+#pragma unroll
+    for (int n = 0; n < 32; ++n) reads[l][n] = 0;
+  }
+#pragma unroll
+  for (int n = 0; n < 32; ++n) from_above[n] = 0;
+  if (place.num_segments > 1) {
+    const std::size_t unit =
+        (static_cast<std::size_t>(head) * p.layout.num_segments + segment) * p.value_tiles +
+        value_tile;
+    const float* in = b.segment_grads + unit * kStateElements;
+    const int r = row + (lane >> 2);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const auto x = *reinterpret_cast<const float2*>(in + AccumulatorOffset(r, n, lane));
+      const auto y = *reinterpret_cast<const float2*>(in + AccumulatorOffset(r + 8, n, lane));
+      from_above[4 * n] = x.x, from_above[4 * n + 1] = x.y;
+      from_above[4 * n + 2] = y.x, from_above[4 * n + 3] = y.y;
+    }
+  }
+#pragma unroll 1
+  for (int step = 0; step < count; ++step) {
+    const int stage = step % Shape::kStages, i = count - 1 - step;
+    ptx::BarrierWait(full + 8 * stage, (step / Shape::kStages) & 1);
+    const std::uint32_t tile = shared + stage * Shape::kStageBytes;
+    const std::uint32_t aux = shared + Shape::kAux + stage * Shape::kAuxBytes;
+    const int valid = place.length - (first + i) * kChunk;
+    if (valid < kChunk && p.layout.sequences != nullptr) {
+      const int thread = threadIdx.x % kWarpgroup;
+      ZeroRows(tile + warpgroup * kTileBytes, valid, kChunk, thread, kWarpgroup);
+      ZeroRows(tile + 2 * kTileBytes, valid, kChunk, thread, kWarpgroup);
+      ptx::FenceAsyncShared();
+      ptx::NamedBarrier(1 + warpgroup, kWarpgroup);
+    }
+    const float total = ptx::LoadSharedF32(aux + Shape::kTotal);
+    const std::uint64_t d_o = TileDescriptor(tile + 2 * kTileBytes);
+#pragma unroll
+    for (int l = 0; l < kMaxLogSegment; ++l) {
+      if ((i >> l) & 1) {
+        const int below = __popc(i & ((1 << l) - 1));
+        AddReads<Element>(reads[l], tile + fragment, aux + below * kChunk * 2 + 4 * (lane & 3), d_o,
+                          ((i + 1) & ((1 << l) - 1)) != 0);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      ptx::BarrierArrive(empty + 8 * stage);
+      ptx::WaitStoresRead<0>();
+    }
+    __syncwarp();
+    const float above = ptx::Exp2(segment_to_end);
+    float factor[kMaxLogSegment];
+#pragma unroll
+    for (int l = 0; l < kMaxLogSegment; ++l) {
+      factor[l] = (i >> l) & 1 ? 0.f : ptx::Exp2(to_end[l]);
+    }
+    const int matrix = MatrixRow(lane);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      float d[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        d[k] = above * from_above[4 * n + k];
+#pragma unroll
+        for (int l = 0; l < kMaxLogSegment; ++l) d[k] += factor[l] * reads[l][4 * n + k];
+      }
+      ptx::StoreMatrix4(staging + SwizzledOffset(matrix, n + MatrixGroup(lane)),
+                        Element::Pack(d[0], d[1]), Element::Pack(d[2], d[3]),
+                        Element::Pack(d[4], d[5]), Element::Pack(d[6], d[7]));
+    }
+    ptx::FenceAsyncShared();
+    __syncwarp();
+    if (lane == 0) {
+      ptx::StoreBytes(out + static_cast<std::size_t>(i) * p.value_tiles * kStateElements, staging,
+                      2048);
+      ptx::CommitStores();
+    }
+    segment_to_end += total;
+#pragma unroll
+    for (int l = 0; l < kMaxLogSegment; ++l) to_end[l] = (i >> l) & 1 ? 0.f : to_end[l] + total;
+  }
+  if (lane == 0) ptx::WaitStores<0>();
+}
+
+}  // namespace fenwick::cuda::hopper
