@@ -64,6 +64,24 @@ def test_compile_of_a_step(op):
     assert all(torch.equal(a, b) for a, b in zip(state, eager))
 
 
+def test_steps_at_other_positions_are_not_compiled_again(op):
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(
+        lambda position, *tensors: op.call("_step", *tensors, position),
+        fullgraph=True, backend=count, dynamic=True,
+    )  # fmt: skip
+    state = op.after(30, 2, op.inputs(2, 1))
+    for position in range(30, 34):
+        step(position, *op.inputs(2, 1, levels=9), *state)
+    assert state[-2].tolist() == [34, 34]
+    assert len(graphs) == 1
+
+
 def test_meta_tensors_have_shapes_alone(op):
     inputs = [t.to("meta") for t in op.inputs(2, 70)]
     state = [t.to("meta") for t in op.empty_state(2, inputs)]
