@@ -129,6 +129,30 @@ void LaunchReduce(const BackwardParams& b, int runs, const float* first, const f
          (r.rows * 32 + kReduceThreads - 1) / kReduceThreads, kReduceThreads, 0, stream, r);
 }
 
+// d_o where the copy engine can read it. Otherwise (an expanded tensor, say) a copy in dv's memory:
+// dv of a chunk and head is written only by the block that has read d_o there, and by the last
+// kernel that reads d_o.
+TensorView MappableGradient(const TensorView& d_o, const TensorView& dv, cudaStream_t stream) {
+  if (CanMapTensor(d_o)) return d_o;
+  if (!CanMapTensor(dv)) {
+    throw Error("d_o: expected a base and strides of multiples of 16 bytes, of it or of d_v");
+  }
+  CopyParams p;
+  p.from = d_o.data;
+  p.to = dv.data;
+  for (int axis = 0; axis < 4; ++axis) {
+    p.from_strides[axis] = d_o.stride(axis);
+    p.to_strides[axis] = dv.stride(axis);
+  }
+  p.elements = d_o.num_elements();
+  p.tokens = static_cast<int>(d_o.size(1));
+  p.heads = static_cast<int>(d_o.size(2));
+  p.width = static_cast<int>(d_o.size(3));
+  Launch("copy of d_o", CopyKernel<Element>, (p.elements + kCopyThreads - 1) / kCopyThreads,
+         kCopyThreads, 0, stream, p);
+  return dv;
+}
+
 }  // namespace
 
 bool BackwardFits(const Inputs& inputs, const StateGradView& d_final_state,
@@ -146,9 +170,6 @@ std::size_t BackwardWorkspaceBytes(const Inputs& inputs, const StateGradView& d_
 
 void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
               const Gradients& gradients, const Context& context, const DeviceTraits& device) {
-  if (!CanMapTensor(d_o)) {
-    throw Error("d_o: expected a base and strides of multiples of 16 bytes");
-  }
   const BackwardPlan plan =
       MakeBackwardPlan(inputs, d_final_state, gradients, device.multiprocessors).value();
   const auto stream = static_cast<cudaStream_t>(context.stream);
@@ -158,7 +179,7 @@ void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& 
   maps.forward.q = MapTensor(inputs.q, kChunk);
   maps.forward.k = MapTensor(inputs.k, kChunk);
   maps.forward.v = MapTensor(inputs.v, kChunk);
-  maps.d_o = MapTensor(d_o, kChunk);
+  maps.d_o = MapTensor(MappableGradient(d_o, gradients.v, stream), kChunk);
   if (b.dv_mapped) maps.dv = MapTensor(gradients.v, 16);
   const int heads = static_cast<int>(inputs.v.size(2));
   const int heads_in_group = b.forward.heads_per_group;

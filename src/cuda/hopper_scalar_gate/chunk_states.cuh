@@ -47,29 +47,24 @@ __device__ __forceinline__ void ChunkState(float (&d)[32], std::uint32_t k_tile,
   const std::uint32_t k_address = k_tile + SwizzledOffset(row, 2 * warp + ((lane >> 3) & 1));
   const int pair = lane & 3;
   const std::uint64_t v = TileDescriptor(v_tile);
-  constexpr int kBatch = 4;  // steps whose fragments are held at once: registers are short
   ptx::PinRegisters(d);
+  std::uint32_t a[8][4];
 #pragma unroll
-  for (int batch = 0; batch < 8; batch += kBatch) {
-    std::uint32_t a[kBatch][4];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int j = batch + i;
-      ptx::LoadMatrix4Transposed(a[i], k_address + j * 16 * kTileRowBytes);
-      const std::uint32_t low = ptx::LoadSharedU32(decays + (16 * j + 2 * pair) * 2);
-      const std::uint32_t high = ptx::LoadSharedU32(decays + (16 * j + 8 + 2 * pair) * 2);
-      a[i][0] = Element::Multiply(a[i][0], low);
-      a[i][1] = Element::Multiply(a[i][1], low);
-      a[i][2] = Element::Multiply(a[i][2], high);
-      a[i][3] = Element::Multiply(a[i][3], high);
-    }
-    ptx::WgmmaFence();
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      ptx::WgmmaRegisters<Element, true>(d, a[i], v + (batch + i) * kStepRows16, batch + i > 0);
-    }
-    ptx::WgmmaCommit();
+  for (int j = 0; j < 8; ++j) {
+    ptx::LoadMatrix4Transposed(a[j], k_address + j * 16 * kTileRowBytes);
+    const std::uint32_t low = ptx::LoadSharedU32(decays + (16 * j + 2 * pair) * 2);
+    const std::uint32_t high = ptx::LoadSharedU32(decays + (16 * j + 8 + 2 * pair) * 2);
+    a[j][0] = Element::Multiply(a[j][0], low);
+    a[j][1] = Element::Multiply(a[j][1], low);
+    a[j][2] = Element::Multiply(a[j][2], high);
+    a[j][3] = Element::Multiply(a[j][3], high);
   }
+  ptx::WgmmaFence();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    ptx::WgmmaRegisters<Element, true>(d, a[j], v + j * kStepRows16, j > 0);
+  }
+  ptx::WgmmaCommit();
   ptx::WgmmaWait<0>();
   ptx::PinRegisters(d);
 }

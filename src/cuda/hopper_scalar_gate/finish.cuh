@@ -220,6 +220,34 @@ __global__ void __launch_bounds__(32 * kFlowHeads)
   }
 }
 
+// [B, T, H, V] with any strides to one with other strides; one thread an element.
+struct CopyParams {
+  const void* from = nullptr;
+  void* to = nullptr;
+  std::int64_t from_strides[4] = {}, to_strides[4] = {};
+  std::int64_t elements = 0;
+  int tokens = 0, heads = 0, width = 0;
+};
+
+inline constexpr int kCopyThreads = 256;
+
+template <typename Element>
+__global__ void __launch_bounds__(kCopyThreads) CopyKernel(const __grid_constant__ CopyParams p) {
+  std::int64_t i = std::int64_t{blockIdx.x} * kCopyThreads + threadIdx.x;
+  if (i >= p.elements) return;
+  const std::int64_t column = i % p.width;
+  i /= p.width;
+  const std::int64_t head = i % p.heads;
+  i /= p.heads;
+  const std::int64_t token = i % p.tokens, batch = i / p.tokens;
+  const auto at = [&](const std::int64_t(&strides)[4]) {
+    return batch * strides[0] + token * strides[1] + head * strides[2] + column * strides[3];
+  };
+  using Storage = typename Element::Storage;
+  static_cast<Storage*>(p.to)[at(p.to_strides)] =
+      static_cast<const Storage*>(p.from)[at(p.from_strides)];
+}
+
 // Sums partial results [parts][B, T, G, 128] into [B, T, G, K].
 struct ReduceParams {
   const float* first = nullptr;   // `parts` of them

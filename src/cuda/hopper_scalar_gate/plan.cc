@@ -141,7 +141,7 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
 
   // Grids: everything runs along x.
   const std::int64_t tree_blocks = std::int64_t{plan.value_tiles} * plan.key_size * kValueTile /
-                                   256 * plan.heads_per_pass * plan.layout.num_sequences;
+                                   512 * plan.heads_per_pass * plan.layout.num_sequences;
   if (plan.layout.num_segments * blocks_per_segment > INT_MAX || tree_blocks > INT_MAX ||
       std::int64_t{plan.layout.num_chunks} * heads > INT_MAX) {
     return std::nullopt;

@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(kWeightThreads)
     WeightsKernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(16) char scales[];
   __shared__ float gaps[8][kMaxNodes];
+  __shared__ float decays[8][kChunk];  // a[t]
   __shared__ int row_levels[kLocalLevels + kMaxNodes];
   constexpr int kHeads = WeightHeads<Scale>();
   ptx::AllowNextKernel();
@@ -94,6 +95,10 @@ __global__ void __launch_bounds__(kWeightThreads)
   const std::size_t head_stride = p.layout.num_chunks;
   const std::size_t record = first_head * head_stride + chunk;  // of the first head
 
+  for (int i = threadIdx.x; i < heads * kChunk; i += kWeightThreads) {
+    const int head = i / kChunk, t = i % kChunk;
+    decays[head][t] = p.local_decay[(record + head * head_stride) * 2 * kChunk + t];
+  }
   LoadScales<Scale>(p, place, first_head, heads, scales);
   if (static_cast<int>(threadIdx.x) < heads) {
     const float* decay =
@@ -114,33 +119,36 @@ __global__ void __launch_bounds__(kWeightThreads)
   }
   __syncthreads();
 
-  // A warp writes one row of one head; a lane the weights of four tokens.
-  const int warp = threadIdx.x / 32, t = 4 * (threadIdx.x % 32);
+  // A warp writes one row of one head, two tokens a lane at a time.
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rows = kLocalLevels + __popc(place.index);
   const int pitch = ScalesPitch(p.levels);
+#pragma unroll 2
   for (int task = warp; task < heads * rows; task += kWeightThreads / 32) {
     const int head = task / rows, row = task - head * rows;
     const int column = head * p.levels + row_levels[row];
-    float w[4];
+    const bool node = row >= kLocalLevels;
+    const float gap = node ? gaps[head][row - kLocalLevels] : 0.f;
+    auto* out = reinterpret_cast<std::uint32_t*>(
+        p.weights + ((record + head * head_stride) * p.weight_rows + row) * kChunk);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = ToFloat(reinterpret_cast<const Scale*>(scales + (t + i) * pitch)[column]);
-      // A level that the token does not have may hold anything.
-      const bool live = row == 0 || row >= kLocalLevels || ((t + i) >> (row - 1) & 1) != 0;
-      w[i] = live && t + i < place.valid ? p.scale * x : 0.f;
+    for (int pair = lane; pair < kChunk / 2; pair += 32) {
+      float w[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int t = 2 * pair + i;
+        const float x = ToFloat(reinterpret_cast<const Scale*>(scales + t * pitch)[column]);
+        // A level that the token does not have may hold anything.
+        const bool live = node || row == 0 || ((t >> (row - 1)) & 1) != 0;
+        w[i] = live && t < place.valid ? p.scale * x : 0.f;
+      }
+      if (node) {
+        const float2 a = reinterpret_cast<const float2*>(decays[head])[pair];
+        w[0] *= ptx::Exp2(a.x + gap);
+        w[1] *= ptx::Exp2(a.y + gap);
+      }
+      out[pair] = ptx::PackBF16(w[0], w[1]);
     }
-    if (row >= kLocalLevels) {
-      const float gap = gaps[head][row - kLocalLevels];
-      const float4 a = *reinterpret_cast<const float4*>(
-          p.local_decay + (record + head * head_stride) * 2 * kChunk + t);
-      w[0] *= ptx::Exp2(a.x + gap);
-      w[1] *= ptx::Exp2(a.y + gap);
-      w[2] *= ptx::Exp2(a.z + gap);
-      w[3] *= ptx::Exp2(a.w + gap);
-    }
-    auto* out = p.weights + ((record + head * head_stride) * p.weight_rows + row) * kChunk + t;
-    *reinterpret_cast<uint2*>(out) =
-        make_uint2(ptx::PackBF16(w[0], w[1]), ptx::PackBF16(w[2], w[3]));
   }
 }
 
