@@ -70,8 +70,8 @@ void LaunchScaleGrads(const BackwardParams& b, cudaStream_t stream) {
   const ForwardParams& p = b.forward;
   const std::int64_t blocks_per_chunk =
       (p.num_heads + WeightHeads<Scale>() - 1) / WeightHeads<Scale>();
-  Launch("scale grads", ScaleGradsKernel<Scale>, p.layout.num_chunks * blocks_per_chunk,
-         kWeightThreads, kChunk * ScalesPitch(p.levels), stream, b);
+  LaunchDependent("scale grads", ScaleGradsKernel<Scale>, p.layout.num_chunks * blocks_per_chunk,
+                  kWeightThreads, kChunk * ScalesPitch(p.levels), stream, b);
 }
 
 void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
@@ -85,29 +85,33 @@ void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
     const std::int64_t pairs = (heads_in_group * p.value_tiles + 1) / 2;
     const int parts =
         (b.segment_levels + SegmentReadsShape::kNodes - 1) / SegmentReadsShape::kNodes;
-    Launch("segment reads", SegmentReadsKernel<Element>,
-           pairs * groups * p.layout.num_segments * parts, SegmentReadsShape::kThreads,
-           SegmentReadsShape::kSharedBytes, stream, maps.forward.q, maps.d_o, b);
-    Launch("segment walk", SegmentWalkKernel<Element>,
-           kStateElements / 2 / kWalkThreads * tiles * p.layout.num_sequences, kWalkThreads, 0,
-           stream, b);
+    LaunchDependent("segment reads", SegmentReadsKernel<Element>,
+                    pairs * groups * p.layout.num_segments * parts, SegmentReadsShape::kThreads,
+                    SegmentReadsShape::kSharedBytes, stream, maps.forward.q, maps.d_o, b);
+    LaunchDependent("segment walk",
+                    b.segment_levels <= kFewSegmentLevels
+                        ? SegmentWalkKernel<Element, kFewSegmentLevels>
+                        : SegmentWalkKernel<Element, kMaxSegmentLevels>,
+                    kStateElements / 4 / kWalkThreads * tiles * p.layout.num_sequences,
+                    kWalkThreads, 0, stream, b);
   }
-  Launch("chunk grads", ChunkGradsKernel<Element>, tiles * p.layout.num_segments,
-         ChunkGradsShape::kThreads, ChunkGradsShape::kSharedBytes, stream, maps.forward.q, maps.d_o,
-         b);
+  LaunchDependent("chunk grads", ChunkGradsKernel<Element>, tiles * p.layout.num_segments,
+                  ChunkGradsShape::kThreads, ChunkGradsShape::kSharedBytes, stream, maps.forward.q,
+                  maps.d_o, b);
   const std::int64_t runs = std::int64_t{groups} * b.runs_per_pass * p.layout.num_chunks;
-  Launch("node grads", NodeGradsKernel<Element>, runs, NodeGradsShape::kThreads,
-         NodeGradsShape::kSharedBytes, stream, maps.forward.q, maps.d_o, b);
-  Launch("local grads", LocalGradsKernel<Element>, runs, LocalGradsShape::kThreads,
-         LocalGradsShape::kSharedBytes, stream, maps.forward.q, maps.forward.k, maps.forward.v,
-         maps.d_o, maps.dv, b);
+  LaunchDependent("node grads", NodeGradsKernel<Element>, runs, NodeGradsShape::kThreads,
+                  NodeGradsShape::kSharedBytes, stream, maps.forward.q, maps.d_o, b);
+  LaunchDependent("local grads", LocalGradsKernel<Element>, runs, LocalGradsShape::kThreads,
+                  LocalGradsShape::kSharedBytes, stream, maps.forward.q, maps.forward.k,
+                  maps.forward.v, maps.d_o, maps.dv, b);
   if (scales == DType::kFloat32) {
     LaunchScaleGrads<float>(b, stream);
   } else {
     LaunchScaleGrads<Element::Storage>(b, stream);
   }
   const std::int64_t octets = (p.num_heads + kFlowHeads - 1) / kFlowHeads;
-  Launch("flow", FlowKernel<>, octets * p.layout.num_segments, 32 * kFlowHeads, 0, stream, b);
+  LaunchDependent("flow", FlowKernel<>, octets * p.layout.num_segments, 32 * kFlowHeads, 0, stream,
+                  b);
 }
 
 void LaunchReduce(const BackwardParams& b, int runs, const float* first, const float* second,
@@ -125,8 +129,9 @@ void LaunchReduce(const BackwardParams& b, int runs, const float* first, const f
   r.batch_stride = out.stride(0);
   r.token_stride = out.stride(1);
   r.group_stride = out.stride(2);
-  Launch("reduce partials", ReducePartialsKernel<Element>,
-         (r.rows * 32 + kReduceThreads - 1) / kReduceThreads, kReduceThreads, 0, stream, r);
+  LaunchDependent("reduce partials", ReducePartialsKernel<Element>,
+                  (r.rows * 32 + kReduceThreads - 1) / kReduceThreads, kReduceThreads, 0, stream,
+                  r);
 }
 
 // d_o where the copy engine can read it. Otherwise (an expanded tensor, say) a copy in dv's memory:

@@ -16,6 +16,7 @@ namespace fenwick::cuda::hopper {
 
 inline constexpr int kBackwardKeySize = 128;
 inline constexpr int kStateElements = kBackwardKeySize * kValueTile;
+inline constexpr int kFlowParts = kStateElements / 4 / 32;  // warps of the walk over one state
 
 struct BackwardParams {
   ForwardParams forward;
@@ -31,7 +32,7 @@ struct BackwardParams {
   float* segment_reads = nullptr;  // [F, S, V/64, segment_levels, K, 64]
   float* segment_grads = nullptr;  // [F, S, V/64, K, 64] D of the segment's last chunk
   // Flow through the segment's first token (see finish.cuh), a partial sum for each warp.
-  float* segment_flow = nullptr;  // [F, S, V/64, 128]
+  float* segment_flow = nullptr;  // [F, S, V/64, kFlowParts]
   void* chunk_grads = nullptr;    // [F, N, V/64, K, 64] E: D
   float* scale_grads = nullptr;   // [F, N, V/64, W, 128] gradients of the levels, rows as weights
   float* node_reads = nullptr;    // [F, N, V/64, 128] sum over nodes of w (q . S do)

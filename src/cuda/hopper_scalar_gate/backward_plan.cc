@@ -17,8 +17,9 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads, int multipr
   const int heads_in_group = static_cast<int>(inputs.v.size(2)) / groups;
   const int together = std::min(heads, heads_in_group);
   forward.heads_per_pass = heads;
-  forward.heads_per_block = ChooseHeadsPerBlock(
-      together, heads / together, forward.layout.num_chunks, forward.value_tiles, multiprocessors);
+  forward.heads_per_block =
+      ChooseHeadsPerBlock(together, heads / together, forward.layout.num_chunks,
+                          forward.value_tiles, multiprocessors, kMaxBackwardTilesPerBlock);
   plan.runs_per_pass = (together + forward.heads_per_block - 1) / forward.heads_per_block;
   plan.runs = heads_in_group / together * plan.runs_per_pass;
 
@@ -35,7 +36,7 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads, int multipr
   const std::size_t segments = tiles * forward.layout.num_segments;
   place(w.segment_reads, segments * plan.segment_levels * kStateElements * 4);
   place(w.segment_grads, segments * kStateElements * 4);
-  place(w.segment_flow, segments * kChunk * 4);
+  place(w.segment_flow, segments * kFlowParts * 4);
   place(w.chunk_grads, chunks * kStateElements * 2);
   place(w.scale_grads, chunks * forward.weight_rows * kChunk * 4);
   place(w.node_reads, chunks * kChunk * 4);

@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
                      const __grid_constant__ BackwardParams b) {
   using Shape = ChunkGradsShape;
   const ForwardParams& p = b.forward;
+  ptx::AllowNextKernel();
   extern __shared__ char raw[];
   const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
   const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kStages;
@@ -74,6 +75,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
     ptx::BarrierInitFence();
   }
   __syncthreads();
+  ptx::WaitForPreviousKernel();
   int rest = blockIdx.x;
   const int value_tile = rest % p.value_tiles;
   rest /= p.value_tiles;

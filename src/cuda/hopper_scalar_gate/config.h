@@ -27,11 +27,15 @@ inline constexpr int kMaxLogSegment = 4;
 
 // Levels of the tree over segments. The plan shortens segments only while there are few of them.
 inline constexpr int kMaxSegmentLevels = kMaxNodes - kMaxLogSegment;
+// Kernels that keep all of them in registers exist for few levels (T up to 128K) as well.
+inline constexpr int kFewSegmentLevels = 6;
 
 // Heads x value tiles that one output block serves at most. More blocks of fewer heads balance
 // better (chunks differ in the nodes they read); 16 was fastest of 6..48 at T = 8K and 32K.
 inline constexpr int kMaxTilesPerBlock = 16;
-inline constexpr int kMaxHeadsPerBlock = kMaxTilesPerBlock;
+// In the backward each run of heads also writes a partial sum of dq and dk: fewer, longer runs.
+inline constexpr int kMaxBackwardTilesPerBlock = 24;
+inline constexpr int kMaxHeadsPerBlock = kMaxBackwardTilesPerBlock;
 
 // A log2 decay below this is a reset: 2^-200 times anything representable is flushed to zero, and
 // sums of 128 such values keep steps of 2^-9 (g = -inf included).

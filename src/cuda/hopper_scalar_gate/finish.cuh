@@ -52,6 +52,8 @@ template <typename Scale>
 __global__ void __launch_bounds__(kWeightThreads)
     ScaleGradsKernel(const __grid_constant__ BackwardParams b) {
   extern __shared__ __align__(16) char tile[];
+  ptx::AllowNextKernel();
+  ptx::WaitForPreviousKernel();
   const ForwardParams& p = b.forward;
   constexpr int kHeads = WeightHeads<Scale>();
   const int blocks_per_chunk = DivideUp(p.num_heads, kHeads);
@@ -70,21 +72,28 @@ __global__ void __launch_bounds__(kWeightThreads)
     const std::size_t unit =
         (static_cast<std::size_t>(first_head + head) * p.layout.num_chunks + chunk) * p.value_tiles;
     Scale* out = reinterpret_cast<Scale*>(tile + t * pitch) + head * p.levels;
+    float change = 0;
+    for (int v = 0; v < p.value_tiles; ++v) {
+      const float* local = b.local_flow + (unit + v) * 192;
+      change += b.node_reads[(unit + v) * kChunk + t] + local[t];
+      if (t >= 64) change += local[kChunk + t - 64];
+    }
     float last = 0;  // of level L - 1, which may stand for several
     int rest = place.index;
-    constexpr int kTogether = 6;  // loads in flight
+    constexpr int kTogether = 12;  // loads in flight
 #pragma unroll 1
     for (int first = 0; first < rows; first += kTogether) {
       float x[kTogether];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int row = first + i;
-        x[i] = 0;
-        const bool live = row == 0 || row >= kLocalLevels || ((t >> (row - 1)) & 1) != 0;
-        if (row < rows && live) {
-          for (int v = 0; v < p.value_tiles; ++v) {
-            x[i] += __ldcs(b.scale_grads + ((unit + v) * p.weight_rows + row) * kChunk + t);
-          }
+      for (int i = 0; i < kTogether; ++i) x[i] = 0;
+#pragma unroll 1
+      for (int v = 0; v < p.value_tiles; ++v) {
+        const float* grads = b.scale_grads + ((unit + v) * p.weight_rows + first) * kChunk + t;
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int row = first + i;
+          const bool live = row == 0 || row >= kLocalLevels || ((t >> (row - 1)) & 1) != 0;
+          if (row < rows && live) x[i] += __ldcs(grads + i * kChunk);
         }
       }
 #pragma unroll
@@ -104,13 +113,6 @@ __global__ void __launch_bounds__(kWeightThreads)
       }
     }
     StoreAs(out + p.levels - 1, p.scale * last);
-    float change = 0;
-    for (int v = 0; v < p.value_tiles; ++v) {
-      change += b.node_reads[(unit + v) * kChunk + t];
-      const float* local = b.local_flow + (unit + v) * 192;
-      change += local[t];
-      if (t >= 64) change += local[kChunk + t - 64];
-    }
     b.flow_change[unit / p.value_tiles * kChunk + t] = t < place.valid ? change : 0.f;
   }
   __syncthreads();
@@ -133,6 +135,8 @@ __global__ void __launch_bounds__(32 * kFlowHeads)
     FlowKernel(const __grid_constant__ BackwardParams b) {
   __shared__ float gates[kChunk][kFlowHeads + 1];
   __shared__ float flows[kChunk][kFlowHeads + 1];
+  ptx::AllowNextKernel();
+  ptx::WaitForPreviousKernel();
   const ForwardParams& p = b.forward;
   const int blocks = DivideUp(p.num_heads, kFlowHeads);
   const int segment = blockIdx.x / blocks;
@@ -152,8 +156,8 @@ __global__ void __launch_bounds__(32 * kFlowHeads)
     const std::size_t unit =
         (static_cast<std::size_t>(head) * p.layout.num_segments + segment + offset) * p.value_tiles;
     float sum = 0;
-    for (int i = lane; i < p.value_tiles * kChunk; i += 32)
-      sum += b.segment_flow[unit * kChunk + i];
+    for (int i = lane; i < p.value_tiles * kFlowParts; i += 32)
+      sum += b.segment_flow[unit * kFlowParts + i];
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     return sum;
@@ -165,19 +169,36 @@ __global__ void __launch_bounds__(32 * kFlowHeads)
 #pragma unroll 1
   for (int writing = 0; writing < 2; ++writing) {
     FlowStep so_far{1, 0};
+    // The next chunk's gates and changes are loaded while this one is summed.
+    constexpr int kGatesPerThread = kChunk / 32;
+    float next_gates[kGatesPerThread];
+    float4 next_change;
+    const auto load = [&](int c) {
+      const int valid = min(kChunk, length - c * kChunk);
+      const std::int64_t token = place.token + (first + c) * kChunk;
+      const float* g = p.g + place.batch * p.g_batch_stride + token * p.g_token_stride +
+                       p.head_begin + first_head;
+#pragma unroll
+      for (int k = 0; k < kGatesPerThread; ++k) {
+        const int i = threadIdx.x + k * 32 * kFlowHeads, t = i / kFlowHeads, h = i % kFlowHeads;
+        next_gates[k] = t < valid && h < heads ? g[t * p.g_token_stride + h] : 0.f;
+      }
+      next_change = reinterpret_cast<const float4*>(change + c * kChunk)[lane];
+    };
+    load(0);
 #pragma unroll 1
     for (int c = 0; c < count; ++c) {
       const std::int64_t token = place.token + (first + c) * kChunk;
       const int valid = min(kChunk, length - c * kChunk);
-      const float* g = p.g + place.batch * p.g_batch_stride + token * p.g_token_stride +
-                       p.head_begin + first_head;
       __syncthreads();
-      for (int i = threadIdx.x; i < kChunk * kFlowHeads; i += 32 * kFlowHeads) {
-        const int t = i / kFlowHeads, h = i % kFlowHeads;
-        gates[t][h] = t < valid && h < heads ? g[t * p.g_token_stride + h] : 0.f;
+#pragma unroll
+      for (int k = 0; k < kGatesPerThread; ++k) {
+        const int i = threadIdx.x + k * 32 * kFlowHeads;
+        gates[i / kFlowHeads][i % kFlowHeads] = next_gates[k];
       }
+      const float4 r = next_change;
       __syncthreads();
-      const float4 r = reinterpret_cast<const float4*>(change + c * kChunk)[lane];
+      if (c + 1 < count) load(c + 1);
       const float changes[4] = {r.x, r.y, r.z, r.w};
       constexpr float kReset = -126.0f / 1.4426950408889634f;  // its decay is flushed to zero
       FlowStep mine{1, 0}, steps[4];
@@ -264,6 +285,8 @@ inline constexpr int kReduceThreads = 256;
 template <typename Element>
 __global__ void __launch_bounds__(kReduceThreads)
     ReducePartialsKernel(const __grid_constant__ ReduceParams p) {
+  ptx::AllowNextKernel();
+  ptx::WaitForPreviousKernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
   const std::int64_t row = i / 32;
   const int column = static_cast<int>(i % 32) * 4;

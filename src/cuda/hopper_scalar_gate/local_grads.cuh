@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
   using Shape = LocalGradsShape;
   using E = Element;
   const ForwardParams& p = b.forward;
+  ptx::AllowNextKernel();
   extern __shared__ char raw[];
   const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
   const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kStages;
@@ -151,6 +152,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     ptx::BarrierInitFence();
   }
   __syncthreads();
+  ptx::WaitForPreviousKernel();
   const HeadRun run = PlaceOfRun(b, blockIdx.x);
   const ChunkPlace& place = run.place;
   const int tiles = run.heads * p.value_tiles;

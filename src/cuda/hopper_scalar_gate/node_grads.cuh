@@ -123,6 +123,7 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
                     const __grid_constant__ BackwardParams b) {
   using Shape = NodeGradsShape;
   const ForwardParams& p = b.forward;
+  ptx::AllowNextKernel();
   extern __shared__ char raw[];
   const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
   const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kNodeStages;
@@ -141,6 +142,7 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
     }
     ptx::BarrierInitFence();
   }
+  ptx::WaitForPreviousKernel();
   const HeadRun run = PlaceOfRun(b, blockIdx.x);
   const ChunkPlace& place = run.place;
   const int nodes = __popc(place.index), tiles = run.heads * p.value_tiles;

@@ -77,10 +77,10 @@ ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int
 // Fewest waves of blocks, each costing its heads plus a fixed part
 // (loading q and k, their scores, filling the pipeline) worth about 1.5 heads, as measured.
 int ChooseHeadsPerBlock(int heads_in_group, int groups, int chunks, int value_tiles,
-                        int multiprocessors) {
+                        int multiprocessors, int most_tiles) {
   int best = 1;
   double best_cost = 0;
-  const int most = std::max(1, std::min(heads_in_group, kMaxTilesPerBlock / value_tiles));
+  const int most = std::max(1, std::min(heads_in_group, most_tiles / value_tiles));
   for (int heads = 1; heads <= most; ++heads) {
     const std::int64_t blocks = DivideUp(heads_in_group, heads) * groups * chunks;
     const double cost =
@@ -135,9 +135,9 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
   });
   plan.workspace = PlaceForwardWorkspace(plan, packed, plan.heads_per_pass);
   const int heads_together = std::min(heads_in_group, plan.heads_per_pass);
-  plan.heads_per_block =
-      ChooseHeadsPerBlock(heads_together, plan.heads_per_pass / heads_together,
-                          plan.layout.num_chunks, plan.value_tiles, multiprocessors);
+  plan.heads_per_block = ChooseHeadsPerBlock(heads_together, plan.heads_per_pass / heads_together,
+                                             plan.layout.num_chunks, plan.value_tiles,
+                                             multiprocessors, kMaxTilesPerBlock);
 
   // Grids: everything runs along x.
   const std::int64_t tree_blocks = std::int64_t{plan.value_tiles} * plan.key_size * kValueTile /

@@ -36,7 +36,7 @@ ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int
 
 // Heads of one block of the kernels that run over heads.
 int ChooseHeadsPerBlock(int heads_in_group, int groups, int chunks, int value_tiles,
-                        int multiprocessors);
+                        int multiprocessors, int most_tiles);
 
 // The most heads whose arrays fit: whole q/k groups, or an equal part of one; 1 if nothing fits.
 int ChooseHeadsPerPass(int heads_in_group, int groups, const std::function<bool(int)>& fits);

@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
                        const __grid_constant__ BackwardParams b) {
   using Shape = SegmentReadsShape;
   const ForwardParams& p = b.forward;
+  ptx::AllowNextKernel();
   extern __shared__ char raw[];
   const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
   const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kStages;
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
     ptx::BarrierInitFence();
   }
   __syncthreads();
+  ptx::WaitForPreviousKernel();
   const int heads_in_group = min(p.heads_per_group, p.num_heads);
   const int pairs = DivideUp(heads_in_group * p.value_tiles, 2);
   const int groups = p.num_heads / heads_in_group;

@@ -41,7 +41,7 @@ __device__ __forceinline__ void LoadScales(const ForwardParams& p, const ChunkPl
   const bool dense = p.scales_head_stride == p.levels && heads == WeightHeads<Scale>() &&
                      row_bytes % 16 == 0 && reinterpret_cast<std::uintptr_t>(base) % 16 == 0;
   if (dense) {
-    constexpr int kInFlight = 8;
+    constexpr int kInFlight = 10;
     const int count = place.valid * p.levels;
 #pragma unroll 1
     for (int first = threadIdx.x; first < count; first += kInFlight * kWeightThreads) {
@@ -103,11 +103,17 @@ __global__ void __launch_bounds__(kWeightThreads)
   if (static_cast<int>(threadIdx.x) < heads) {
     const float* decay =
         p.node_decay + (first_head + threadIdx.x) * head_stride + place.first_chunk;
-    float gap = 0;
-    int i = 0;
-    for (int end = place.index; end != 0; end &= end - 1) {
-      gaps[threadIdx.x][i++] = gap;
-      gap += decay[end];
+    float node[kMaxNodes], gap = 0;
+    int end = place.index;
+#pragma unroll
+    for (int i = 0; i < kMaxNodes; ++i) {
+      node[i] = end != 0 ? decay[end] : 0.f;
+      end &= end - 1;
+    }
+#pragma unroll
+    for (int i = 0; i < kMaxNodes; ++i) {
+      gaps[threadIdx.x][i] = gap;
+      gap += node[i];
     }
   }
   if (threadIdx.x == 32) {

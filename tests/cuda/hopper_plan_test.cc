@@ -1,0 +1,144 @@
+// Plans of the scalar-gate kernels for Hopper: what they take, what they leave to the general
+// kernels, and how they cut the work. Pure host code.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "cuda/hopper_scalar_gate/plan.h"
+
+namespace fenwick::cuda::hopper {
+namespace {
+
+constexpr int kMultiprocessors = 132;
+
+// A call on memory that is never touched.
+struct Call {
+  std::vector<std::int64_t> cu_seqlens;
+  Inputs inputs;
+  Gradients gradients;
+
+  Call(std::int64_t B, std::int64_t T, std::int64_t G, std::int64_t H, std::int64_t K,
+       std::int64_t V, DType dtype = DType::kBFloat16) {
+    const auto address = reinterpret_cast<void*>(std::uintptr_t{1} << 20);
+    inputs.q = TensorView(address, dtype, {B, T, G, K});
+    inputs.k = inputs.q;
+    inputs.v = TensorView(address, dtype, {B, T, H, V});
+    inputs.g = TensorView(address, DType::kFloat32, {B, T, H});
+    inputs.level_scales = TensorView(address, dtype, {B, T, H, NumLevels(T)});
+    gradients.q = inputs.q;
+    gradients.k = inputs.k;
+    gradients.v = inputs.v;
+    gradients.g = inputs.g;
+    gradients.level_scales = inputs.level_scales;
+  }
+  std::optional<ForwardPlan> Forward() const {
+    return MakeForwardPlan(inputs, {}, kMultiprocessors);
+  }
+  std::optional<BackwardPlan> Backward() const {
+    return MakeBackwardPlan(inputs, {}, gradients, kMultiprocessors);
+  }
+};
+
+TEST(HopperPlan, PadsKeysAndCutsValues) {
+  const auto plan = Call(2, 1000, 1, 8, 96, 100).Forward();
+  ASSERT_TRUE(plan.has_value());
+  EXPECT_EQ(plan->key_size, 128);
+  EXPECT_EQ(plan->value_tiles, 2);
+  EXPECT_EQ(plan->layout.chunks_per_sequence, 8);
+  EXPECT_EQ(plan->layout.num_chunks, 16);
+  EXPECT_EQ(plan->weight_rows, kLocalLevels + 3);  // chunk 7 reads three nodes
+}
+
+TEST(HopperPlan, LeavesTheRestToTheGeneralKernels) {
+  EXPECT_FALSE(Call(1, 100, 1, 1, 64, 64, DType::kFloat32).Forward().has_value());
+  EXPECT_FALSE(Call(1, 100, 1, 1, 320, 64).Forward().has_value());
+  EXPECT_FALSE(Call(1, 100, 2, 2, 60, 64).Forward().has_value());  // rows of 120 bytes
+  EXPECT_FALSE(Call(1, 100, 1, 1, 256, 64).Backward().has_value());
+  EXPECT_FALSE(Call(1, 100, 1, 1, 64, 64, DType::kFloat16).Backward().has_value());
+
+  Call misaligned(1, 100, 1, 1, 64, 64);
+  misaligned.inputs.v.data = static_cast<char*>(misaligned.inputs.v.data) + 2;
+  EXPECT_FALSE(misaligned.Forward().has_value());
+
+  Call with_state(1, 100, 1, 1, 64, 64);
+  std::int64_t position = 0;
+  with_state.inputs.initial_state.position = TensorView(&position, DType::kInt64, {1});
+  EXPECT_FALSE(with_state.Forward().has_value());
+
+  Call without_dg(1, 100, 1, 1, 64, 64);
+  without_dg.gradients.g = {};
+  EXPECT_FALSE(without_dg.Backward().has_value());
+}
+
+TEST(HopperPlan, PacksSequencesWithEmptyOnes) {
+  Call call(1, 3000, 1, 4, 64, 64);
+  call.cu_seqlens = {0, 0, 1, 129, 129, 3000};
+  call.inputs.cu_seqlens = call.cu_seqlens;
+  const auto plan = call.Forward();
+  ASSERT_TRUE(plan.has_value());
+  EXPECT_EQ(plan->layout.num_sequences, 3);
+  EXPECT_EQ(plan->layout.num_chunks, 1 + 1 + 23);
+  const PackedTables tables = MakePackedTables(call.cu_seqlens, 2);
+  ASSERT_EQ(tables.sequences.size(), 3u);
+  EXPECT_EQ(tables.sequences[2].token, 129);
+  EXPECT_EQ(tables.sequences[2].length, 2871);
+  EXPECT_EQ(tables.sequences[2].first_chunk, 2);
+  EXPECT_EQ(tables.sequences[2].first_segment, 2);
+  EXPECT_EQ(tables.sequence_of_chunk.size(), 25u);
+  EXPECT_EQ(tables.sequence_of_segment.size(), 1u + 1 + 6);
+  EXPECT_EQ(tables.sequence_of_segment.back(), 2);
+}
+
+TEST(HopperPlan, HeadsRunInWholeOrEqualPartsOfAGroup) {
+  for (const auto& [G, H] : {std::pair{1, 48}, {16, 16}, {2, 30}, {1, 7}}) {
+    const Call call(1, 1 << 20, G, H, 128, 64);
+    const auto plan = call.Forward();
+    ASSERT_TRUE(plan.has_value());
+    const int heads_in_group = H / G, heads = plan->heads_per_pass;
+    EXPECT_TRUE(heads % heads_in_group == 0 || heads_in_group % heads == 0) << G << " " << H;
+    EXPECT_LE(plan->heads_per_block * plan->value_tiles, kMaxTilesPerBlock);
+  }
+}
+
+TEST(HopperPlan, WorkspaceOfALongCallStaysBelowFourGiB) {
+  const Call call(2, 131072, 1, 48, 128, 64);
+  const auto forward = call.Forward();
+  const auto backward = call.Backward();
+  ASSERT_TRUE(forward.has_value() && backward.has_value());
+  EXPECT_LE(forward->workspace.bytes, std::size_t{4} << 30);
+  EXPECT_LE(backward->workspace.bytes, std::size_t{4} << 30);
+  EXPECT_EQ(backward->runs * backward->forward.heads_per_block >= 48, true);
+}
+
+TEST(HopperPlan, ArraysDoNotOverlap) {
+  const auto plan = Call(1, 5000, 1, 6, 128, 64).Backward();
+  ASSERT_TRUE(plan.has_value());
+  const BackwardWorkspace& w = plan->workspace;
+  const std::size_t places[] = {w.forward.local_decay,
+                                w.forward.decay_to_end,
+                                w.forward.weights,
+                                w.forward.node_states,
+                                w.forward.node_decay,
+                                w.forward.segment_states,
+                                w.forward.segment_decay,
+                                w.segment_reads,
+                                w.segment_grads,
+                                w.segment_flow,
+                                w.chunk_grads,
+                                w.scale_grads,
+                                w.node_reads,
+                                w.local_flow,
+                                w.flow_change,
+                                w.node_dq,
+                                w.local_dq,
+                                w.local_dk};
+  for (std::size_t i = 0; i + 1 < std::size(places); ++i) {
+    EXPECT_EQ(places[i] % 256, 0u);
+    EXPECT_LT(places[i], places[i + 1]);
+  }
+  EXPECT_LT(w.local_dk, w.bytes);
+}
+
+}  // namespace
+}  // namespace fenwick::cuda::hopper
