@@ -19,8 +19,10 @@ struct LevelMemory {
 // dlevel_scales, and dB; block = (chunk, head).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    LevelGradients(Problem problem, DeltaStates<typename Math::Scalar> states,
-                   DeltaGradients<typename Math::Scalar> gradients, TokenRows d_o, Rows d_levels) {
+    LevelGradients(const __grid_constant__ Problem problem,
+                   const __grid_constant__ DeltaStates<typename Math::Scalar> states,
+                   const __grid_constant__ DeltaGradients<typename Math::Scalar> gradients,
+                   const __grid_constant__ TokenRows d_o, const __grid_constant__ Rows d_levels) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<LevelMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -94,8 +96,9 @@ struct RowsMemory {
 // dw and du; block = (chunk, head, 64 columns of K, then of V).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    InnerGradients(Problem problem, DeltaStates<typename Math::Scalar> states,
-                   DeltaGradients<typename Math::Scalar> gradients) {
+    InnerGradients(const __grid_constant__ Problem problem,
+                   const __grid_constant__ DeltaStates<typename Math::Scalar> states,
+                   const __grid_constant__ DeltaGradients<typename Math::Scalar> gradients) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<RowsMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -147,8 +150,9 @@ struct PairMemory {
 // block = (chunk, head).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    PairGradients(Problem problem, DeltaStates<typename Math::Scalar> states,
-                  DeltaGradients<typename Math::Scalar> gradients) {
+    PairGradients(const __grid_constant__ Problem problem,
+                  const __grid_constant__ DeltaStates<typename Math::Scalar> states,
+                  const __grid_constant__ DeltaGradients<typename Math::Scalar> gradients) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<PairMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -269,9 +273,11 @@ struct ValueMemory {
 // dv; block = (chunk, head, 64 columns of V).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    ValueGradients(Problem problem, DeltaStates<typename Math::Scalar> states,
-                   DeltaGradients<typename Math::Scalar> gradients, TokenRows d_o,
-                   TokenGradients dv) {
+    ValueGradients(const __grid_constant__ Problem problem,
+                   const __grid_constant__ DeltaStates<typename Math::Scalar> states,
+                   const __grid_constant__ DeltaGradients<typename Math::Scalar> gradients,
+                   const __grid_constant__ TokenRows d_o,
+                   const __grid_constant__ TokenGradients dv) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<ValueMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -314,9 +320,11 @@ struct KeyMemory {
 // the group.
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    KeyGradients(Problem problem, DeltaStates<typename Math::Scalar> states,
-                 DeltaGradients<typename Math::Scalar> gradients, TokenGradients dq,
-                 TokenGradients dk) {
+    KeyGradients(const __grid_constant__ Problem problem,
+                 const __grid_constant__ DeltaStates<typename Math::Scalar> states,
+                 const __grid_constant__ DeltaGradients<typename Math::Scalar> gradients,
+                 const __grid_constant__ TokenGradients dq,
+                 const __grid_constant__ TokenGradients dk) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<KeyMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -411,8 +419,10 @@ __global__ void __launch_bounds__(kThreads)
 // dg, dbeta; block of 64 threads = (chunk, head).
 template <typename T>
 __global__ void __launch_bounds__(kChunk)
-    GateGradients(Problem problem, DeltaGradients<T> gradients, TokenGradients dg,
-                  TokenGradients d_beta) {
+    GateGradients(const __grid_constant__ Problem problem,
+                  const __grid_constant__ DeltaGradients<T> gradients,
+                  const __grid_constant__ TokenGradients dg,
+                  const __grid_constant__ TokenGradients d_beta) {
   __shared__ T start_flow[kChunk], end_flow[kChunk];
   FlatIndex index{blockIdx.x};
   const int head = index.Take(problem.heads), row = threadIdx.x, h = problem.Head(head);

@@ -33,8 +33,10 @@ __device__ int OrderOf(const Problem& problem, const Span& span, std::int64_t ch
 // state share one order: their sum is formed in place.
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    QueryGradients(Problem problem, DeltaStates<typename Math::Scalar> states,
-                   DeltaGradients<typename Math::Scalar> gradients, TokenRows d_o, int bit) {
+    QueryGradients(const __grid_constant__ Problem problem,
+                   const __grid_constant__ DeltaStates<typename Math::Scalar> states,
+                   const __grid_constant__ DeltaGradients<typename Math::Scalar> gradients,
+                   const __grid_constant__ TokenRows d_o, int bit) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<ReadMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -76,8 +78,10 @@ __global__ void __launch_bounds__(kThreads)
 // and dPhi (columns of K); block = (run, head, 64 rows of K, 64 columns of V, then of K).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    ReaderSums(Problem problem, DeltaStates<typename Math::Scalar> states,
-               DeltaGradients<typename Math::Scalar> gradients, TokenRows d_o, int bit) {
+    ReaderSums(const __grid_constant__ Problem problem,
+               const __grid_constant__ DeltaStates<typename Math::Scalar> states,
+               const __grid_constant__ DeltaGradients<typename Math::Scalar> gradients,
+               const __grid_constant__ TokenRows d_o, int bit) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<ReadMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -138,7 +142,8 @@ __global__ void __launch_bounds__(kThreads)
 // The same sums from their parts; block = (node of 2^bit chunks, head).
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    SumParts(Problem problem, DeltaGradients<T> gradients, int bit) {
+    SumParts(const __grid_constant__ Problem problem,
+             const __grid_constant__ DeltaGradients<T> gradients, int bit) {
   FlatIndex index{blockIdx.x};
   const int head = index.Take(problem.heads);
   const RunAt readers(problem.geometry, bit, index.rest);
@@ -176,9 +181,10 @@ __global__ void __launch_bounds__(kThreads)
 // head, 64 rows of K, 64 columns of V, then of K for dPhi, then of K for dZ).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    FinalReader(Problem problem, DeltaStates<typename Math::Scalar> states,
-                FinalChain<typename Math::Scalar> final_chain,
-                DeltaGradients<typename Math::Scalar> gradients,
+    FinalReader(const __grid_constant__ Problem problem,
+                const __grid_constant__ DeltaStates<typename Math::Scalar> states,
+                const __grid_constant__ FinalChain<typename Math::Scalar> final_chain,
+                const __grid_constant__ DeltaGradients<typename Math::Scalar> gradients,
                 const typename Math::Scalar* d_nodes, int slots, int bit) {
   using T = typename Math::Scalar;
   auto& tiles = SharedAs<TileMemory<T>>();
@@ -259,8 +265,10 @@ __global__ void __launch_bounds__(kThreads)
 // for dPhi_r, then of K for dPhi_l).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    SplitGradients(Problem problem, DeltaStates<typename Math::Scalar> states,
-                   DeltaGradients<typename Math::Scalar> gradients, int bit) {
+    SplitGradients(const __grid_constant__ Problem problem,
+                   const __grid_constant__ DeltaStates<typename Math::Scalar> states,
+                   const __grid_constant__ DeltaGradients<typename Math::Scalar> gradients,
+                   int bit) {
   using T = typename Math::Scalar;
   auto& tiles = SharedAs<TileMemory<T>>();
   FlatIndex index{blockIdx.x};

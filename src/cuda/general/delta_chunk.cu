@@ -18,7 +18,8 @@ struct SolveMemory {
 // inverse, inverse_beta, scores, mix; block = (chunk, head).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    SolveChunks(Problem problem, DeltaStates<typename Math::Scalar> buffers) {
+    SolveChunks(const __grid_constant__ Problem problem,
+                const __grid_constant__ DeltaStates<typename Math::Scalar> buffers) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<SolveMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -76,7 +77,8 @@ struct RowsMemory {
 // w and u; block = (chunk, head, 64 columns of K, then of V).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    ApplyInverse(Problem problem, DeltaStates<typename Math::Scalar> buffers) {
+    ApplyInverse(const __grid_constant__ Problem problem,
+                 const __grid_constant__ DeltaStates<typename Math::Scalar> buffers) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<RowsMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -107,7 +109,8 @@ __global__ void __launch_bounds__(kThreads)
 // q_tilde; block = (chunk, head, 64 columns of K).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    CorrectQueries(Problem problem, DeltaStates<typename Math::Scalar> buffers) {
+    CorrectQueries(const __grid_constant__ Problem problem,
+                   const __grid_constant__ DeltaStates<typename Math::Scalar> buffers) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<RowsMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -133,7 +136,8 @@ __global__ void __launch_bounds__(kThreads)
 // M and X; block = (chunk, head, 64 rows, 64 columns of K, then of V).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    ChunkTransitions(Problem problem, DeltaStates<typename Math::Scalar> buffers) {
+    ChunkTransitions(const __grid_constant__ Problem problem,
+                     const __grid_constant__ DeltaStates<typename Math::Scalar> buffers) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<RowsMemory<T>>();
   FlatIndex index{blockIdx.x};

@@ -19,7 +19,9 @@ struct OutputMemory {
 // o; block = (chunk, head, 64 columns of V).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    Output(Problem problem, DeltaStates<typename Math::Scalar> buffers, Rows o) {
+    Output(const __grid_constant__ Problem problem,
+           const __grid_constant__ DeltaStates<typename Math::Scalar> buffers,
+           const __grid_constant__ Rows o) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<OutputMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -66,9 +68,10 @@ __global__ void __launch_bounds__(kThreads)
 // columns of V).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    FinalNodes(Problem problem, DeltaStates<typename Math::Scalar> buffers,
-               FinalChain<typename Math::Scalar> final_chain, typename Math::Scalar* nodes,
-               int slots) {
+    FinalNodes(const __grid_constant__ Problem problem,
+               const __grid_constant__ DeltaStates<typename Math::Scalar> buffers,
+               const __grid_constant__ FinalChain<typename Math::Scalar> final_chain,
+               typename Math::Scalar* nodes, int slots) {
   using T = typename Math::Scalar;
   auto& tiles = SharedAs<TileMemory<T>>();
   FlatIndex index{blockIdx.x};

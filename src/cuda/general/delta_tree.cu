@@ -9,7 +9,8 @@ namespace {
 // One level of the tree; block = (merge, head, 64 rows of K, 64 columns of K, then of V).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    MergeNodes(Problem problem, DeltaStates<typename Math::Scalar> buffers, int bit) {
+    MergeNodes(const __grid_constant__ Problem problem,
+               const __grid_constant__ DeltaStates<typename Math::Scalar> buffers, int bit) {
   using T = typename Math::Scalar;
   auto& tiles = SharedAs<TileMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -53,7 +54,8 @@ __global__ void __launch_bounds__(kThreads)
 // Q^ behind the node of 2^bit chunks; block = (chunk, head, 64 columns of K).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    ChainQueries(Problem problem, DeltaStates<typename Math::Scalar> buffers, int bit) {
+    ChainQueries(const __grid_constant__ Problem problem,
+                 const __grid_constant__ DeltaStates<typename Math::Scalar> buffers, int bit) {
   using T = typename Math::Scalar;
   auto& tiles = SharedAs<TileMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -77,8 +79,9 @@ __global__ void __launch_bounds__(kThreads)
 // Z behind the node of 2^bit chunks; block = (sequence, head, 64 rows, 64 columns of K).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    ChainFinal(Problem problem, DeltaStates<typename Math::Scalar> buffers,
-               FinalChain<typename Math::Scalar> final_chain, int bit) {
+    ChainFinal(const __grid_constant__ Problem problem,
+               const __grid_constant__ DeltaStates<typename Math::Scalar> buffers,
+               const __grid_constant__ FinalChain<typename Math::Scalar> final_chain, int bit) {
   using T = typename Math::Scalar;
   auto& tiles = SharedAs<TileMemory<T>>();
   FlatIndex index{blockIdx.x};

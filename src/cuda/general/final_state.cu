@@ -6,7 +6,8 @@ namespace fenwick::cuda::general {
 namespace {
 
 // Positions; one thread a sequence.
-__global__ void WritePositions(Geometry geometry, std::int64_t* position, std::int64_t* base) {
+__global__ void WritePositions(const __grid_constant__ Geometry geometry, std::int64_t* position,
+                               std::int64_t* base) {
   const int n = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (n >= geometry.num_sequences) return;
   const Span span = geometry.SpanOf(n);
@@ -25,7 +26,9 @@ __device__ void CopyRow(const TokenRows& from, const Span& span, std::int64_t j,
 
 // One tensor of the ring: slot p % kStateRing holds position p of [base, position), other slots
 // zero; block = (sequence, slot, head).
-__global__ void WriteRing(Geometry geometry, TokenRows from, Rows ring, int heads) {
+__global__ void WriteRing(const __grid_constant__ Geometry geometry,
+                          const __grid_constant__ TokenRows from, const __grid_constant__ Rows ring,
+                          int heads) {
   FlatIndex index{blockIdx.x};
   const int head = index.Take(heads);
   const int slot = index.Take(kStateRing);

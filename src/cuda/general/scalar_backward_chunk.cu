@@ -22,8 +22,10 @@ struct QueryMemory {
 // dlevel_scales, row_flow, read_flow; block = (chunk, head).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    QueryFlows(Problem problem, ScalarStates<typename Math::Scalar> states,
-               ScalarGradients<typename Math::Scalar> gradients, TokenRows d_o, Rows d_levels) {
+    QueryFlows(const __grid_constant__ Problem problem,
+               const __grid_constant__ ScalarStates<typename Math::Scalar> states,
+               const __grid_constant__ ScalarGradients<typename Math::Scalar> gradients,
+               const __grid_constant__ TokenRows d_o, const __grid_constant__ Rows d_levels) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<QueryMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -144,8 +146,10 @@ struct ChunkMemory {
 // dv, write_flow; block = (chunk, head).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    ValueGradients(Problem problem, ScalarGradients<typename Math::Scalar> gradients, TokenRows d_o,
-                   TokenGradients dv) {
+    ValueGradients(const __grid_constant__ Problem problem,
+                   const __grid_constant__ ScalarGradients<typename Math::Scalar> gradients,
+                   const __grid_constant__ TokenRows d_o,
+                   const __grid_constant__ TokenGradients dv) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<ChunkMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -205,9 +209,11 @@ __global__ void __launch_bounds__(kThreads)
 // dq, dk; block = (chunk, group, 64 columns of K), summing over the heads of the group.
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    KeyGradients(Problem problem, ScalarStates<typename Math::Scalar> states,
-                 ScalarGradients<typename Math::Scalar> gradients, TokenRows d_o, TokenGradients dq,
-                 TokenGradients dk) {
+    KeyGradients(const __grid_constant__ Problem problem,
+                 const __grid_constant__ ScalarStates<typename Math::Scalar> states,
+                 const __grid_constant__ ScalarGradients<typename Math::Scalar> gradients,
+                 const __grid_constant__ TokenRows d_o, const __grid_constant__ TokenGradients dq,
+                 const __grid_constant__ TokenGradients dk) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<ChunkMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -289,7 +295,9 @@ __device__ T LaterReads(const Problem& problem, const ScalarGradients<T>& gradie
 // dg; block of 64 threads = (chunk, head).
 template <typename T>
 __global__ void __launch_bounds__(kChunk)
-    GateGradients(Problem problem, ScalarGradients<T> gradients, TokenGradients dg) {
+    GateGradients(const __grid_constant__ Problem problem,
+                  const __grid_constant__ ScalarGradients<T> gradients,
+                  const __grid_constant__ TokenGradients dg) {
   __shared__ T write_flow[kChunk];
   __shared__ T warps[kChunk / 32];
   FlatIndex index{blockIdx.x};

@@ -16,8 +16,10 @@ struct ReaderMemory {
 // of K, 64 columns of V).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    ReaderSums(Problem problem, ScalarStates<typename Math::Scalar> states,
-               ScalarGradients<typename Math::Scalar> gradients, TokenRows d_o, int bit) {
+    ReaderSums(const __grid_constant__ Problem problem,
+               const __grid_constant__ ScalarStates<typename Math::Scalar> states,
+               const __grid_constant__ ScalarGradients<typename Math::Scalar> gradients,
+               const __grid_constant__ TokenRows d_o, int bit) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<ReaderMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -68,7 +70,8 @@ __global__ void __launch_bounds__(kThreads)
 // R from its parts; block = (node of 2^bit chunks, head).
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    SumParts(Problem problem, ScalarGradients<T> gradients, int bit) {
+    SumParts(const __grid_constant__ Problem problem,
+             const __grid_constant__ ScalarGradients<T> gradients, int bit) {
   FlatIndex index{blockIdx.x};
   const int head = index.Take(problem.heads);
   const RunAt readers(problem.geometry, bit, index.rest);
@@ -129,8 +132,9 @@ __device__ T* GradientOf(const Problem& problem, const NodeAt& node,
 // The final state as a reader; block = (sequence, head, bit).
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    FinalReader(Problem problem, ScalarStates<T> states, ScalarGradients<T> gradients,
-                const T* d_nodes, int slots) {
+    FinalReader(const __grid_constant__ Problem problem,
+                const __grid_constant__ ScalarStates<T> states,
+                const __grid_constant__ ScalarGradients<T> gradients, const T* d_nodes, int slots) {
   FlatIndex index{blockIdx.x};
   const int bit = index.Take(gradients.node_bits);
   const int head = index.Take(problem.heads);
@@ -153,7 +157,9 @@ __global__ void __launch_bounds__(kThreads)
 // One level down the tree; block = (merge, head).
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    SplitGradients(Problem problem, ScalarStates<T> states, ScalarGradients<T> gradients, int bit) {
+    SplitGradients(const __grid_constant__ Problem problem,
+                   const __grid_constant__ ScalarStates<T> states,
+                   const __grid_constant__ ScalarGradients<T> gradients, int bit) {
   FlatIndex index{blockIdx.x};
   const int head = index.Take(problem.heads);
   const MergeAt merge(problem.geometry, bit, index.rest);

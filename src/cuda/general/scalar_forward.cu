@@ -24,7 +24,9 @@ struct OutputMemory {
 // o; block = (chunk, head, 64 columns of V).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    Output(Problem problem, ScalarStates<typename Math::Scalar> buffers, Rows o) {
+    Output(const __grid_constant__ Problem problem,
+           const __grid_constant__ ScalarStates<typename Math::Scalar> buffers,
+           const __grid_constant__ Rows o) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<OutputMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -72,7 +74,8 @@ __global__ void __launch_bounds__(kThreads)
 // Nodes of the final state: what a chunk at its base would read; block = (sequence, head, slot).
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    FinalNodes(Problem problem, ScalarStates<T> buffers, T* nodes, int slots) {
+    FinalNodes(const __grid_constant__ Problem problem,
+               const __grid_constant__ ScalarStates<T> buffers, T* nodes, int slots) {
   FlatIndex index{blockIdx.x};
   const int slot = index.Take(slots);
   const int head = index.Take(problem.heads);

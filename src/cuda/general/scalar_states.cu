@@ -8,7 +8,9 @@ namespace {
 
 // leaf_total; block = (chunk, head).
 template <typename T>
-__global__ void __launch_bounds__(kChunk) LeafTotals(Problem problem, ScalarStates<T> buffers) {
+__global__ void __launch_bounds__(kChunk)
+    LeafTotals(const __grid_constant__ Problem problem,
+               const __grid_constant__ ScalarStates<T> buffers) {
   __shared__ double sums[kChunk];
   const std::int64_t item = blockIdx.x;
   const ChunkAt chunk(problem.geometry, item / problem.heads);
@@ -18,7 +20,9 @@ __global__ void __launch_bounds__(kChunk) LeafTotals(Problem problem, ScalarStat
 
 // node_total; one warp for each (chunk, head).
 template <typename T>
-__global__ void __launch_bounds__(kThreads) NodeTotals(Problem problem, ScalarStates<T> buffers) {
+__global__ void __launch_bounds__(kThreads)
+    NodeTotals(const __grid_constant__ Problem problem,
+               const __grid_constant__ ScalarStates<T> buffers) {
   const std::int64_t item =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
   if (item >= problem.geometry.total_chunks * problem.heads) return;
@@ -43,7 +47,8 @@ struct LeafMemory {
 // X_c; block = (chunk, head, 64 rows of K, 64 columns of V).
 template <typename Math>
 __global__ void __launch_bounds__(kThreads)
-    LeafStates(Problem problem, ScalarStates<typename Math::Scalar> buffers) {
+    LeafStates(const __grid_constant__ Problem problem,
+               const __grid_constant__ ScalarStates<typename Math::Scalar> buffers) {
   using T = typename Math::Scalar;
   auto& shared = SharedAs<LeafMemory<T>>();
   FlatIndex index{blockIdx.x};
@@ -76,7 +81,8 @@ constexpr int kMergeElements = 4 * kThreads;  // of a state, by one block
 // One level of the tree; block = (merge, head, part of the state).
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    MergeStates(Problem problem, ScalarStates<T> buffers, int bit) {
+    MergeStates(const __grid_constant__ Problem problem,
+                const __grid_constant__ ScalarStates<T> buffers, int bit) {
   const std::int64_t size = problem.state_size();
   FlatIndex index{blockIdx.x};
   const int part = index.Take(static_cast<int>((size + kMergeElements - 1) / kMergeElements));

@@ -120,7 +120,8 @@ __device__ inline void Fold(StepBlock<T>& block, T* nodes, int slots) {
 // block = (sequence, head, `columns` columns of V).
 template <typename Transition, typename T>
 __global__ void __launch_bounds__(kStepThreads)
-    StepTokens(Problem problem, StepState state, Rows o, int columns) {
+    StepTokens(const __grid_constant__ Problem problem, const __grid_constant__ StepState state,
+               const __grid_constant__ Rows o, int columns) {
   __shared__ StepMemory<T> shared;
   FlatIndex index{blockIdx.x};
   const int tiles = (problem.V + columns - 1) / columns;

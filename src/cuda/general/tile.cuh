@@ -174,17 +174,72 @@ __device__ inline void AddRowSums(typename Math::Tile& tile, typename Math::Scal
   }
 }
 
-// How an operand's matrix lies: its rows are the tile's outer axis (m or n), or the depth. A source
-// s(row, column) gives four consecutive columns of a row, zeros outside the matrix.
+// One operand as its block stages it, kDepth of depth at a time: how its matrix lies is either
+// "rows are the tile's outer axis" (m or n) or "rows are the depth" (sources.cuh says what a source
+// is). Each thread moves four quads, from memory to registers (Fetch), then to shared memory (Put),
+// so that a fetch can be in flight while the block multiplies.
+inline constexpr int kQuadsPerThread = kTile * kDepth / 4 / kThreads;
+
+template <typename T>
+struct Fetched {
+  Quad<T> quads[kQuadsPerThread];
+};
+
 template <typename Source>
 struct RowsOuter {
-  static constexpr bool kDepthContiguous = true;
   Source source;
+
+  // A thread's row is the same at every depth.
+  __device__ auto Begin() const { return source.RowOf(threadIdx.x % kTile); }
+  template <typename T, typename Cursor>
+  __device__ void Fetch(const Cursor& row, int depth_begin, Fetched<T>& fetched) const {
+#pragma unroll
+    for (int i = 0; i < kQuadsPerThread; ++i) {
+      fetched.quads[i] =
+          row(depth_begin + 4 * static_cast<int>(threadIdx.x / kTile + i * (kThreads / kTile)));
+    }
+  }
+  template <typename Math>
+  __device__ static void Put(const Fetched<typename Math::Scalar>& fetched,
+                             typename Math::Scalar* to) {
+#pragma unroll
+    for (int i = 0; i < kQuadsPerThread; ++i) {
+      const int depth = 4 * (threadIdx.x / kTile + i * (kThreads / kTile));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        to[(depth + j) * kPitch + threadIdx.x % kTile] = Math::Round(fetched.quads[i].x[j]);
+      }
+    }
+  }
 };
+
 template <typename Source>
 struct RowsDepth {
-  static constexpr bool kDepthContiguous = false;
+  static constexpr int kQuadsPerRow = kTile / 4;
   Source source;
+
+  __device__ int Begin() const { return threadIdx.x % kQuadsPerRow * 4; }  // its columns
+  template <typename T>
+  __device__ void Fetch(int column, int depth_begin, Fetched<T>& fetched) const {
+#pragma unroll
+    for (int i = 0; i < kQuadsPerThread; ++i) {
+      const int depth = threadIdx.x / kQuadsPerRow + i * (kThreads / kQuadsPerRow);
+      fetched.quads[i] = source.RowOf(depth_begin + depth)(column);
+    }
+  }
+  template <typename Math>
+  __device__ static void Put(const Fetched<typename Math::Scalar>& fetched,
+                             typename Math::Scalar* to) {
+    using T = typename Math::Scalar;
+#pragma unroll
+    for (int i = 0; i < kQuadsPerThread; ++i) {
+      const int depth = threadIdx.x / kQuadsPerRow + i * (kThreads / kQuadsPerRow);
+      Quad<T> quad = fetched.quads[i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) quad.x[j] = Math::Round(quad.x[j]);
+      *reinterpret_cast<Quad<T>*>(to + depth * kPitch + threadIdx.x % kQuadsPerRow * 4) = quad;
+    }
+  }
 };
 
 // C = A B is Product(c, memory, depth, Left(a), Right(b)); T stands for "transposed".
@@ -205,39 +260,29 @@ __device__ RowsOuter<S> RightT(const S& s) {
   return {s};
 }
 
-template <typename Math, typename Operand>
-__device__ inline void Stage(typename Math::Scalar* to, int depth_begin, const Operand& operand) {
-  using T = typename Math::Scalar;
-#pragma unroll
-  for (int i = 0; i < kTile * kDepth / 4 / kThreads; ++i) {
-    const int id = threadIdx.x + i * kThreads;
-    if constexpr (Operand::kDepthContiguous) {
-      const int outer = id % kTile, depth = id / kTile * 4;
-      const Quad<T> quad = operand.source(outer, depth_begin + depth);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) to[(depth + j) * kPitch + outer] = Math::Round(quad.x[j]);
-    } else {
-      const int outer = id % (kTile / 4) * 4, depth = id / (kTile / 4);
-      Quad<T> quad = operand.source(depth_begin + depth, outer);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) quad.x[j] = Math::Round(quad.x[j]);
-      *reinterpret_cast<Quad<T>*>(to + depth * kPitch + outer) = quad;
-    }
-  }
-}
-
-// c += A B. Every thread of the block calls it; it starts and ends with the shared memory free to
-// be overwritten by the next call, but a caller that wrote a TileMatrix need not synchronise
-// before.
+// c += A B. Every thread of the block calls it. Operands in shared memory may have been written
+// just before; the first barrier is inside.
 template <typename Math, typename A, typename B>
 __device__ inline void Product(typename Math::Tile& c, TileMemory<typename Math::Scalar>& memory,
                                int depth, const A& a, const B& b) {
+  using T = typename Math::Scalar;
+  __syncthreads();
+  const auto a_row = a.Begin();
+  const auto b_row = b.Begin();
+  Fetched<T> a_next, b_next;
+  a.Fetch(a_row, 0, a_next);
+  b.Fetch(b_row, 0, b_next);
+#pragma unroll 1
   for (int d = 0; d < depth; d += kDepth) {
+    A::template Put<Math>(a_next, memory.a);
+    B::template Put<Math>(b_next, memory.b);
     __syncthreads();
-    Stage<Math>(memory.a, d, a);
-    Stage<Math>(memory.b, d, b);
-    __syncthreads();
+    if (d + kDepth < depth) {
+      a.Fetch(a_row, d + kDepth, a_next);
+      b.Fetch(b_row, d + kDepth, b_next);
+    }
     Math::Multiply(c, memory);
+    __syncthreads();
   }
 }
 
