@@ -65,7 +65,7 @@ if wants build; then
 fi
 
 if wants test; then
-  run plan_test "$build/bin/cuda_plan_test"
+  [[ -x $build/bin/cuda_plan_test ]] && run plan_test "$build/bin/cuda_plan_test"
   run general_test "$build/bin/cuda_general_test"
   run property_test "$build/bin/property_test" "--gtest_filter=${FILTER:-*Cuda*}"
 fi

@@ -114,13 +114,12 @@ State RandomStateGradient(const Arguments& a, const RunOptions& options, Generat
   return d;
 }
 
+// By the longest sequence from the largest position: what a call on a device checks.
 std::int64_t TokensReached(const ProblemSpec& spec) {
-  std::int64_t reached = spec.T;
-  for (std::size_t n = 0; n < std::max(spec.lengths.size(), spec.state_tokens.size()); ++n) {
-    const std::int64_t now = spec.lengths.empty() ? spec.T : spec.lengths[n];
-    reached = std::max(reached, now + (spec.state_tokens.empty() ? 0 : spec.state_tokens[n]));
-  }
-  return reached;
+  std::int64_t longest = spec.lengths.empty() ? spec.T : 0, position = 0;
+  for (const std::int64_t length : spec.lengths) longest = std::max(longest, length);
+  for (const std::int64_t tokens : spec.state_tokens) position = std::max(position, tokens);
+  return position + longest;
 }
 
 // Zeros for slots that are not live, and slots added up to `slots`.

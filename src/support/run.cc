@@ -160,16 +160,17 @@ State EmptyState(const Arguments& a) {
   return state;
 }
 
+// As a call on a device needs them, which knows the largest position only.
 std::int64_t FinalSlots(const Arguments& a) {
-  int slots = 0;
+  std::int64_t position = 0, base = 0, tokens = 0;
   for (std::int64_t n = 0; n < a.num_sequences(); ++n) {
-    const std::int64_t tokens =
-        a.cu_seqlens.empty() ? a.q.size(1) : a.cu_seqlens[n + 1] - a.cu_seqlens[n];
-    const bool given = a.initial_state.given();
-    const std::int64_t position = given ? a.initial_state.position[n] : 0;
-    slots =
-        std::max(slots, NumSlots(NextBase(given ? a.initial_state.base[n] : 0, position + tokens)));
+    tokens = std::max(tokens, a.cu_seqlens.empty() ? a.q.size(1)
+                                                   : a.cu_seqlens[n + 1] - a.cu_seqlens[n]);
+    if (!a.initial_state.given()) continue;
+    position = std::max(position, a.initial_state.position[n]);
+    base = std::max(base, a.initial_state.base[n]);
   }
+  int slots = NumSlots(NextBase(base, position + tokens));
   if (a.saturate) slots = std::min(slots, TopSlot(static_cast<int>(a.level_scales.size(3))) + 1);
   return slots;
 }
