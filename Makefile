@@ -17,11 +17,10 @@ help: ## show this list
 setup: ## install Debian packages and the virtual environment
 	@scripts/setup.sh
 
-$(BUILD)/build.ninja: | setup
-	@cmake --preset $(PRESET) >$(BUILD)-configure.log 2>&1 || { cat $(BUILD)-configure.log; exit 1; }
-	@mv $(BUILD)-configure.log $(BUILD)/configure.log
-
-build: setup $(BUILD)/build.ninja ## build everything; the program is build/bin/fenwick
+build: setup ## build everything; the program is build/bin/fenwick
+	@mkdir -p $(BUILD)
+	@[[ -f $(BUILD)/CMakeCache.txt && -f $(BUILD)/build.ninja ]] || \
+		cmake --preset $(PRESET) >$(BUILD)/configure.log 2>&1 || { cat $(BUILD)/configure.log; exit 1; }
 	@cmake --build $(BUILD) --parallel $(JOBS)
 
 demo: build ## verify, train, generate and measure on this machine (about 8 minutes after the build)
