@@ -144,7 +144,9 @@ class Run {
     models::SaveWeights(*model_, folder_.model());
   }
 
+  // A run that ended before its first checkpoint begins again.
   void Restore() {
+    if (!std::filesystem::exists(folder_.training())) return;
     const models::SafetensorsFile file = models::LoadSafetensors(folder_.training());
     const auto step = file.metadata.find(kStepKey);
     if (step == file.metadata.end()) {

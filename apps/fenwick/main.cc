@@ -41,6 +41,13 @@ void AddDType(CLI::App* command, std::string& dtype, const char* help) {
   command->add_option("--dtype", dtype, help)->check(CLI::IsMember(kDTypes))->capture_default_str();
 }
 
+// Values separated by commas: words after them are not taken, they may be positional.
+template <typename T>
+CLI::Option* AddList(CLI::App* command, const char* name, std::vector<T>& values,
+                     const char* help) {
+  return command->add_option(name, values, help)->delimiter(',')->allow_extra_args(false);
+}
+
 CLI::App* AddVerify(CLI::App& app, Options& options) {
   VerifyOptions& o = options.verify;
   CLI::App* command = app.add_subcommand(
@@ -48,8 +55,8 @@ CLI::App* AddVerify(CLI::App& app, Options& options) {
   command->add_option("files", o.files,
                       "safetensors files of operators, a model or a layer; none: the kernels on "
                       "random ragged shapes");
-  command->add_option("--device", o.devices, "devices to check (default: all that are there)");
-  command->add_option("--dtype", o.dtypes, "element types to check (default: all)")
+  AddList(command, "--device", o.devices, "devices to check (default: all that are there)");
+  AddList(command, "--dtype", o.dtypes, "element types to check (default: all)")
       ->check(CLI::IsMember(kDTypes));
   command->add_option("--cases", o.cases, "random shapes for each operator and type")
       ->check(CLI::PositiveNumber)
@@ -58,7 +65,7 @@ CLI::App* AddVerify(CLI::App& app, Options& options) {
   command->footer(
       "Examples:\n"
       "  fenwick verify\n"
-      "  fenwick verify --device cpu --dtype float32 bfloat16 --seed 7\n"
+      "  fenwick verify --device cpu --dtype float32,bfloat16 --seed 7\n"
       "  fenwick verify tests/golden/*.safetensors");
   return command;
 }
@@ -113,8 +120,7 @@ CLI::App* AddTrain(CLI::App& app, Options& options) {
   AddTrainOptions(mqar, options);
   mqar->add_option("--length", o.length, "tokens of a sequence")->capture_default_str();
   mqar->add_option("--vocab", o.vocab, "tokens to choose from")->capture_default_str();
-  mqar->add_option("--pairs", o.pairs, "numbers of key-value pairs, in turn over a batch")
-      ->delimiter(',')
+  AddList(mqar, "--pairs", o.pairs, "numbers of key-value pairs, in turn over a batch")
       ->capture_default_str();
   mqar->add_option("--eval-rows", o.eval_rows, "sequences to evaluate for each number of pairs")
       ->capture_default_str();
@@ -126,9 +132,8 @@ CLI::App* AddTrain(CLI::App& app, Options& options) {
 
   CLI::App* text = train->add_subcommand("text", "bytes of files and folders");
   AddTrainOptions(text, options);
-  text->add_option("--data", o.data, "files and folders")->delimiter(',');
-  text->add_option("--ext", o.extensions, "take only these endings within folders, e.g. .py")
-      ->delimiter(',');
+  AddList(text, "--data", o.data, "files and folders");
+  AddList(text, "--ext", o.extensions, "take only these endings within folders, e.g. .py");
   text->add_option("--held-out", o.held_out, "fraction kept for evaluation")->capture_default_str();
   text->add_option("--max-bytes", o.max_bytes, "take no more text than this (0: all)")
       ->capture_default_str();
@@ -136,7 +141,7 @@ CLI::App* AddTrain(CLI::App& app, Options& options) {
   text->add_option("--eval-rows", o.eval_rows, "windows to evaluate")->capture_default_str();
   text->footer(
       "Examples:\n"
-      "  fenwick train text --data src docs --out out/text --dim 128 --length 512 --steps 2000\n"
+      "  fenwick train text --data src,docs --out out/text --dim 128 --length 512 --steps 2000\n"
       "  fenwick train text --data .venv/lib --ext .py --max-bytes 32000000 --out out/python\n"
       "  fenwick train text --out out/text --resume");
   return train;
@@ -150,8 +155,7 @@ CLI::App* AddEval(CLI::App& app, Options& options) {
   AddDType(command, o.dtype, "type of the weights (default: the run's)");
   command->add_option("--rows", o.rows, "sequences (default: the run's)");
   command->add_option("--length", o.length, "tokens of a sequence (default: the run's)");
-  command->add_option("--data", o.data, "text: files and folders to evaluate on instead")
-      ->delimiter(',');
+  AddList(command, "--data", o.data, "text: files and folders to evaluate on instead");
   command->add_flag("--json", o.json, "print one JSON object");
   command->footer(
       "Examples:\n"
@@ -195,11 +199,11 @@ CLI::App* AddBench(CLI::App& app, Options& options) {
   };
   add("what", o.what, "forward (and backward), decode, or all")
       ->check(CLI::IsMember({"forward", "decode", "all"}));
-  add("--op", o.operators, "operators")
+  AddList(command, "--op", o.operators, "operators")
       ->check(CLI::IsMember({"scalar_gate", "gated_delta"}))
-      ->delimiter(',');
-  add("--lengths", o.lengths, "T of forward and backward")->delimiter(',');
-  add("--contexts", o.contexts, "tokens seen before decoding")->delimiter(',');
+      ->capture_default_str();
+  AddList(command, "--lengths", o.lengths, "T of forward and backward")->capture_default_str();
+  AddList(command, "--contexts", o.contexts, "tokens seen before decoding")->capture_default_str();
   add("--batch", o.batch, "B")->check(CLI::PositiveNumber);
   add("--heads", o.heads, "H")->check(CLI::PositiveNumber);
   add("--groups", o.groups, "G")->check(CLI::PositiveNumber);

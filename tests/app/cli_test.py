@@ -4,6 +4,7 @@ FENWICK_BIN names the program; ctest sets it.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -130,6 +131,14 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, model):
     }
 
 
+def test_learning_rate_warms_up_and_decays(tmp_path):
+    train("mqar", tmp_path / "run", f"{MQAR} --min-lr 0.2")
+    rates = [lr for _, (_, lr, _) in sorted(losses(tmp_path / "run").items())]
+    expected = [2.5e-3, 5e-3, 7.5e-3]  # of 4 steps of warm-up; then half a cosine over 8 more
+    expected += [1e-2 * (0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * i / 8))) for i in range(9)]
+    assert rates == pytest.approx(expected)
+
+
 def test_resume_refuses_other_options_and_a_second_start(tmp_path):
     out = tmp_path / "run"
     train("mqar", out, f"{MQAR} --stop-at 2")
@@ -142,6 +151,9 @@ def test_resume_refuses_other_options_and_a_second_start(tmp_path):
         assert result.returncode == 2
         assert named in result.stderr.decode()
     assert run(["train", "text", "--out", out, "--resume"]).returncode == 2
+    (out / "training.safetensors").unlink()
+    train("mqar", out, "--resume --quiet --stop-at 2")
+    assert (out / "training.safetensors").read_bytes() == before
     with open(out / "training.safetensors", "r+b") as file:
         file.truncate(len(before) // 2)
     result = run(["train", "mqar", "--out", out, "--resume"])
@@ -240,7 +252,7 @@ def test_a_changed_golden_file_fails(tmp_path, name, tensor):
 
 
 def test_kernels_agree_with_the_reference():
-    out = succeed("verify --cases 4 --device cpu --dtype float32 bfloat16").decode()
+    out = succeed("verify --cases 4 --device cpu --dtype float32,bfloat16").decode()
     for word in ("scalar_gate", "gated_delta", "bfloat16", "dlevel_scales", "step: o", "seed"):
         assert word in out
 
