@@ -48,7 +48,7 @@ namespace fenwick::cpu {
 namespace HWY_NAMESPACE {
 
 template <typename T>
-struct SegmentGrad : SegmentBase<T> {
+struct SegmentBackward : SegmentBase<T> {
   // Gradients of the incoming nodes: after phase 1 what the segment's outputs give, then all.
   NodeStack<StateNode<T>> d_incoming;
 };
@@ -59,14 +59,14 @@ struct GroupWork {
   const Sequence* sequence;
   int64_t group;
   int64_t num_segments;
-  std::vector<SegmentGrad<T>> segments;
+  std::vector<SegmentBackward<T>> segments;
 };
 
 template <typename T>
-class BackwardPass {
+class DeltaBackwardPass {
  public:
-  BackwardPass(const DeltaCall& call, const TensorView& d_o, const StateGradView& d_final,
-               const Gradients& gradients)
+  DeltaBackwardPass(const DeltaCall& call, const TensorView& d_o, const StateGradView& d_final,
+                    const Gradients& gradients)
       : call_(call), d_o_(d_o), d_final_(d_final), out_(gradients) {}
 
   void Run() {
@@ -80,18 +80,19 @@ class BackwardPass {
     std::vector<GroupWork<T>> batch;
     int64_t elements = 0;
     const int64_t max_bytes = kBatchBytesPerThread * call_.num_threads;
+    auto segment = call_.segments.begin();
     for (const Sequence& s : call_.sequences) {
-      const std::vector<Segment> segments = call_.Segments(s);
-      if (segments.empty()) PassThrough(s);
-      for (int64_t group = 0; group < call_.G && !segments.empty(); ++group) {
-        GroupWork<T> work{&s, group, static_cast<int64_t>(segments.size()), {}};
+      const auto begin = segment;
+      while (segment != call_.segments.end() && segment->sequence == &s) ++segment;
+      if (begin == segment) PassThrough(s);
+      for (int64_t group = 0; group < call_.G && begin != segment; ++group) {
+        GroupWork<T> work{&s, group, segment - begin, {}};
         int64_t size = 0;
         for (int64_t h = 0; h < heads_per_group(); ++h) {
-          for (const Segment& segment : segments) {
-            SegmentGrad<T>& segment_work = work.segments.emplace_back();
-            segment_work.sequence = &s;
+          for (auto it = begin; it != segment; ++it) {
+            SegmentBackward<T>& segment_work = work.segments.emplace_back();
+            segment_work.segment = *it;
             segment_work.head = group * heads_per_group() + h;
-            segment_work.segment = segment;
             size += Layout(segment_work, nullptr);
           }
         }
@@ -110,7 +111,7 @@ class BackwardPass {
   int64_t heads_per_group() const { return call_.H / call_.G; }
   int64_t state_size() const { return TileSize<T>(call_.K, call_.V); }
 
-  int64_t Layout(SegmentGrad<T>& work, T* memory) const {
+  int64_t Layout(SegmentBackward<T>& work, T* memory) const {
     TileArena<T> arena(memory);
     work.LayoutBase(call_, arena);
     call_.ForEachIncoming(work.segment, [&](int slot) {
@@ -122,11 +123,11 @@ class BackwardPass {
   void RunBatch(std::vector<GroupWork<T>>& batch, int64_t elements) {
     const auto memory = hwy::AllocateAligned<T>(std::max<int64_t>(elements, 1));
     T* at = memory.get();
-    std::vector<SegmentGrad<T>*> segments;
-    std::vector<SegmentGrad<T>*> lines;  // first segment of each head
+    std::vector<SegmentBackward<T>*> segments;
+    std::vector<SegmentBackward<T>*> lines;  // first segment of each head
     std::vector<std::pair<GroupWork<T>*, int64_t>> group_segments;
     for (GroupWork<T>& group : batch) {
-      for (SegmentGrad<T>& work : group.segments) {
+      for (SegmentBackward<T>& work : group.segments) {
         at += Layout(work, at);
         segments.push_back(&work);
         if (work.segment.first) lines.push_back(&work);
@@ -153,15 +154,15 @@ class BackwardPass {
     return TokenRows(d_o_, TensorView(), s, head);
   }
 
-  void LoadFinalNode(const SegmentGrad<T>& work, int slot, T* state) const {
-    LoadNode(NodeData(d_final_.nodes, work.sequence->index, work.head, slot), call_.K, call_.V,
+  void LoadFinalNode(const SegmentBackward<T>& work, int slot, T* state) const {
+    LoadNode(NodeData(d_final_.nodes, work.sequence().index, work.head, slot), call_.K, call_.V,
              state);
   }
 
   // Phase 1.
-  void SumSegment(SegmentGrad<T>& work) {
+  void SumSegment(SegmentBackward<T>& work) {
     Scratch scratch;
-    const Sequence& sequence = *work.sequence;
+    const Sequence& sequence = work.sequence();
     const int64_t K = call_.K, V = call_.V;
     const DeltaRows rows(call_.inputs, sequence, work.head, call_.group(work.head));
     const TokenRows d_o_rows = DOutRows(sequence, work.head);
@@ -233,7 +234,7 @@ class BackwardPass {
   }
 
   // Phase 2 for the segments of one head, columns [column, column + columns) of V.
-  void Walk(SegmentGrad<T>* line, int64_t column, int64_t columns) {
+  void Walk(SegmentBackward<T>* line, int64_t column, int64_t columns) {
     const int64_t K = call_.K, ld_k = TileLd<T>(K), ld_v = TileLd<T>(call_.V);
     int64_t last = 0;
     for (; !line[last].segment.last; ++last) {
@@ -249,7 +250,8 @@ class BackwardPass {
   }
 
   // Gradient, at the end of `work`, of the node that was in `slot` at its start.
-  const T* GradientAtEnd(const SegmentGrad<T>& work, const SegmentGrad<T>& next, int slot) const {
+  const T* GradientAtEnd(const SegmentBackward<T>& work, const SegmentBackward<T>& next,
+                         int slot) const {
     return next.d_incoming.slots[std::max(slot, work.target(call_.top))].state;
   }
 
@@ -266,7 +268,7 @@ class BackwardPass {
     std::fill_n(dq, tokens * ld_k, T{0});
     std::fill_n(dk, tokens * ld_k, T{0});
     for (int64_t h = 0; h < heads_per_group(); ++h) {
-      const SegmentGrad<T>* work = &group.segments[h * group.num_segments + index];
+      const SegmentBackward<T>* work = &group.segments[h * group.num_segments + index];
       RunSegment(*work, work->segment.last ? nullptr : work + 1, dq, dk);
     }
     AddFinalRing(d_final_.k, s, group.group, first, tokens, K, dk, ld_k);
@@ -301,12 +303,12 @@ class BackwardPass {
   // Whether phase 3 differentiates P. In products of C x K x K it costs 9, and C x K x V for each
   // incoming node; carrying a node costs eight times that. Slots below kSegmentLog2 are those of
   // local nodes (an incoming node is there where saturation ends so low).
-  bool UsesProduct(const SegmentGrad<T>& work) const {
+  bool UsesProduct(const SegmentBackward<T>& work) const {
     return work.has_incoming && (call_.top < kSegmentLog2 ||
                                  7 * call_.NumIncoming(work.segment) * call_.V > 9 * call_.K);
   }
 
-  void RecomputeStates(const SegmentGrad<T>& work, const DeltaRows& rows, bool uses_product,
+  void RecomputeStates(const SegmentBackward<T>& work, const DeltaRows& rows, bool uses_product,
                        Scratch& scratch, DeltaChunk<T>& c, SegmentStates& states) {
     const int64_t K = call_.K, V = call_.V;
     // The state after the chunk in c.
@@ -327,9 +329,9 @@ class BackwardPass {
         states.local[0].slots[slot].state = node.state;
       });
     }
-    for (int64_t i = 0; i + 1 < work.segment.chunks(); ++i) {
+    for (int64_t i = 0; i + 1 < (work.segment.end - work.segment.begin); ++i) {
       const int64_t chunk = work.segment.begin + i;
-      LoadKeys(rows, ChunkSpan(*work.sequence, chunk), c);
+      LoadKeys(rows, ChunkSpan(work.sequence(), chunk), c);
       PrepareKeys(c);
       if (uses_product && i == 0) {
         states.transition[1].state = scratch.New<T>(K * c.ld_k);
@@ -351,9 +353,9 @@ class BackwardPass {
   }
 
   // Phase 3 for one head: stores what belongs to the head, adds to dq and dk [tokens, K].
-  void RunSegment(const SegmentGrad<T>& work, const SegmentGrad<T>* next, T* dq, T* dk) {
+  void RunSegment(const SegmentBackward<T>& work, const SegmentBackward<T>* next, T* dq, T* dk) {
     Scratch scratch;
-    const Sequence& s = *work.sequence;
+    const Sequence& s = work.sequence();
     const int64_t K = call_.K, V = call_.V;
     const DeltaRows rows(call_.inputs, s, work.head, call_.group(work.head));
     const TokenRows d_o_rows = DOutRows(s, work.head);
@@ -499,10 +501,10 @@ class BackwardPass {
                            Epilogue<T>{.beta = 1});
   }
 
-  void StoreHead(const SegmentGrad<T>& work, const ChunkSpan& span, const DeltaChunk<T>& c,
+  void StoreHead(const SegmentBackward<T>& work, const ChunkSpan& span, const DeltaChunk<T>& c,
                  DeltaChunkGrad<T>& grad) const {
     Scratch scratch;
-    const Sequence& s = *work.sequence;
+    const Sequence& s = work.sequence();
     const int64_t n = c.n, first = span.first, head = work.head;
     const StateGradView& initial = out_.initial_state;
     AddFinalRing(d_final_.v, s, head, first, n, call_.V, grad.v, c.ld_v);
@@ -519,9 +521,9 @@ class BackwardPass {
     }
   }
 
-  void StoreInitialNode(const SegmentGrad<T>& work, int slot, const T* state) const {
+  void StoreInitialNode(const SegmentBackward<T>& work, int slot, const T* state) const {
     StoreNode(state, T{1}, call_.K, call_.V,
-              NodeData(out_.initial_state.nodes, work.sequence->index, work.head, slot));
+              NodeData(out_.initial_state.nodes, work.sequence().index, work.head, slot));
   }
 
   // A sequence without tokens hands the gradients of its nodes through.
@@ -530,7 +532,7 @@ class BackwardPass {
     const int64_t bytes = call_.K * call_.V * sizeof(T);
     for (int64_t head = 0; head < call_.H; ++head) {
       for (int64_t b = 0; b < d_final_.nodes.size(2); ++b) {
-        if (!call_.Live(s.first_chunk(), static_cast<int>(b))) continue;
+        if (!SlotIsLive(s.first_chunk(), static_cast<int>(b), call_.top)) continue;
         std::memcpy(NodeData(out_.initial_state.nodes, s.index, head, b),
                     NodeData(d_final_.nodes, s.index, head, b), bytes);
       }
@@ -543,12 +545,12 @@ class BackwardPass {
   const Gradients& out_;
 };
 
-void RunBackward(const DeltaCall& call, const TensorView& d_o, const StateGradView& d_final,
-                 const Gradients& gradients) {
+void RunDeltaBackward(const DeltaCall& call, const TensorView& d_o, const StateGradView& d_final,
+                      const Gradients& gradients) {
   if (d_o.dtype == DType::kFloat64) {
-    BackwardPass<double>(call, d_o, d_final, gradients).Run();
+    DeltaBackwardPass<double>(call, d_o, d_final, gradients).Run();
   } else {
-    BackwardPass<float>(call, d_o, d_final, gradients).Run();
+    DeltaBackwardPass<float>(call, d_o, d_final, gradients).Run();
   }
 }
 
@@ -560,13 +562,13 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace fenwick::cpu {
 
-HWY_EXPORT(RunBackward);
+HWY_EXPORT(RunDeltaBackward);
 
 void GatedDeltaBackward(const Inputs& inputs, const TensorView& d_o,
                         const StateGradView& d_final_state, const Gradients& gradients,
                         const Context& context) {
   const DeltaCall call(inputs, context);
-  HWY_DYNAMIC_DISPATCH(RunBackward)(call, d_o, d_final_state, gradients);
+  HWY_DYNAMIC_DISPATCH(RunDeltaBackward)(call, d_o, d_final_state, gradients);
 }
 
 }  // namespace fenwick::cpu

@@ -43,31 +43,32 @@ namespace HWY_NAMESPACE {
 
 // One segment of a wave and what its phases hand on.
 template <typename T>
-struct SegmentWork : SegmentBase<T> {
+struct SegmentForward : SegmentBase<T> {
   T* q_read = nullptr;      // [tokens, K] Q~ P, ld_k; if incoming
   T* o = nullptr;           // [tokens, V] outputs of the local nodes, ld_v; if incoming
   T* final_read = nullptr;  // [K, K] P where the final state is taken, ld_k; null also for P = I
 };
 
 template <typename T>
-class ForwardPass {
+class DeltaForwardPass {
  public:
-  ForwardPass(const DeltaCall& call, const TensorView& o, const StateView& final_state)
+  DeltaForwardPass(const DeltaCall& call, const TensorView& o, const StateView& final_state)
       : call_(call), o_(o), final_state_(final_state) {}
 
   void Run() {
-    std::vector<SegmentWork<T>> wave;
+    std::vector<SegmentForward<T>> wave;
     int64_t elements = 0;
     const int64_t max_bytes = kWaveBytesPerThread * call_.num_threads;
+    auto segment = call_.segments.begin();
     for (const Sequence& s : call_.sequences) {
-      const std::vector<Segment> segments = call_.Segments(s);
+      const auto begin = segment;
+      while (segment != call_.segments.end() && segment->sequence == &s) ++segment;
       for (int64_t h = 0; h < call_.H; ++h) {
-        if (segments.empty()) CopyNodes(s, h);
-        for (const Segment& segment : segments) {
-          SegmentWork<T> work;
-          work.sequence = &s;
+        if (begin == segment) CopyNodes(s, h);
+        for (auto it = begin; it != segment; ++it) {
+          SegmentForward<T> work;
+          work.segment = *it;
           work.head = h;
-          work.segment = segment;
           const int64_t size = Layout(work, nullptr);
           if (!wave.empty() && (elements + size) * int64_t{sizeof(T)} > max_bytes) {
             RunWave(wave, elements, &work);
@@ -86,25 +87,25 @@ class ForwardPass {
   int64_t state_size() const { return TileSize<T>(call_.K, call_.V); }
 
   // Assigns the tiles of `work` in `memory` (null: only counts) and returns their elements.
-  int64_t Layout(SegmentWork<T>& work, T* memory) const {
+  int64_t Layout(SegmentForward<T>& work, T* memory) const {
     TileArena<T> arena(memory);
     work.LayoutBase(call_, arena);
-    const int64_t tokens = work.segment.chunks() * kStateChunk;
+    const int64_t tokens = (work.segment.end - work.segment.begin) * kStateChunk;
     work.q_read = arena.Take(work.has_incoming, TileSize<T>(tokens, call_.K));
     work.o = arena.Take(work.has_incoming, TileSize<T>(tokens, call_.V));
     work.final_read =
         arena.Take(work.has_incoming && final_state_.given() && work.holds_final_base() &&
-                       work.sequence->final_base() / kStateChunk > work.segment.begin,
+                       work.sequence().final_base() / kStateChunk > work.segment.begin,
                    TileSize<T>(call_.K, call_.K));
     return arena.used();
   }
 
   // `next` is the segment after the wave; if it goes on a line, its incoming nodes are kept.
-  void RunWave(std::vector<SegmentWork<T>>& wave, int64_t elements, SegmentWork<T>* next) {
+  void RunWave(std::vector<SegmentForward<T>>& wave, int64_t elements, SegmentForward<T>* next) {
     const int64_t count = static_cast<int64_t>(wave.size());
     const auto memory = hwy::AllocateAligned<T>(std::max<int64_t>(elements, 1));
     T* at = memory.get();
-    for (SegmentWork<T>& work : wave) at += Layout(work, at);
+    for (SegmentForward<T>& work : wave) at += Layout(work, at);
     if (!wave[0].segment.first) {
       wave[0].incoming.ForEachLive([&](int slot, const StateNode<T>& node) {
         std::copy_n(carried_.get() + slot * state_size(), state_size(), node.state);
@@ -113,7 +114,7 @@ class ForwardPass {
     ParallelFor(count, call_.num_threads, [&](int64_t i, int) { RunLocal(wave[i]); });
 
     hwy::AlignedFreeUniquePtr<T[]> carry;
-    SegmentWork<T> after;
+    SegmentForward<T> after;
     if (next != nullptr && !next->segment.first) {
       after = *next;
       carry = hwy::AllocateAligned<T>((HighestSlot(after) + 1) * state_size());
@@ -144,17 +145,17 @@ class ForwardPass {
     wave.clear();
   }
 
-  int HighestSlot(const SegmentWork<T>& work) const {
+  int HighestSlot(const SegmentForward<T>& work) const {
     int highest = 0;
     call_.ForEachIncoming(work.segment, [&](int slot) { highest = slot; });
     return highest;
   }
 
   // Phase 1.
-  void RunLocal(SegmentWork<T>& work) {
+  void RunLocal(SegmentForward<T>& work) {
     Scratch scratch;
     const Inputs& in = call_.inputs;
-    const Sequence& sequence = *work.sequence;
+    const Sequence& sequence = work.sequence();
     const int64_t K = call_.K, V = call_.V;
     const DeltaRows rows(in, sequence, work.head, call_.group(work.head));
     DeltaChunk<T> c(scratch, K, V, call_.L);
@@ -223,9 +224,9 @@ class ForwardPass {
   }
 
   // Phase 3.
-  void ReadIncoming(const SegmentWork<T>& work) {
+  void ReadIncoming(const SegmentForward<T>& work) {
     Scratch scratch;
-    const Sequence& sequence = *work.sequence;
+    const Sequence& sequence = work.sequence();
     const int64_t K = call_.K, V = call_.V, ld_k = TileLd<T>(K), ld_v = TileLd<T>(V);
     const DeltaRows rows(call_.inputs, sequence, work.head, call_.group(work.head));
     T* lambda = scratch.New<T>(call_.L * kStateChunk);
@@ -265,8 +266,8 @@ class ForwardPass {
     return reinterpret_cast<T*>(NodeData(final_state_.nodes, sequence.index, head, slot));
   }
 
-  void AddToFinalNode(const SegmentWork<T>& work, int slot, const T* state) {
-    T* out = FinalNode(*work.sequence, work.head, slot);
+  void AddToFinalNode(const SegmentForward<T>& work, int slot, const T* state) {
+    T* out = FinalNode(work.sequence(), work.head, slot);
     const int64_t ld_v = TileLd<T>(call_.V);
     for (int64_t i = 0; i < call_.K; ++i) {
       for (int64_t j = 0; j < call_.V; ++j) out[i * call_.V + j] += state[i * ld_v + j];
@@ -274,9 +275,9 @@ class ForwardPass {
   }
 
   // Local nodes at the final base; all other slots are zeroed, phase 3 adds the incoming ones.
-  void WriteLocalNodes(const SegmentWork<T>& work, const NodeStack<StateNode<T>>& local) {
+  void WriteLocalNodes(const SegmentForward<T>& work, const NodeStack<StateNode<T>>& local) {
     for (int64_t b = 0; b < final_state_.nodes.size(2); ++b) {
-      std::fill_n(FinalNode(*work.sequence, work.head, b), call_.K * call_.V, T{0});
+      std::fill_n(FinalNode(work.sequence(), work.head, b), call_.K * call_.V, T{0});
     }
     local.ForEachLive(
         [&](int slot, const StateNode<T>& node) { AddToFinalNode(work, slot, node.state); });
@@ -289,7 +290,7 @@ class ForwardPass {
         call_.inputs.initial_state.given() ? call_.inputs.initial_state.nodes.size(2) : 0;
     for (int64_t b = 0; b < final_state_.nodes.size(2); ++b) {
       T* out = FinalNode(sequence, head, b);
-      if (b < initial_slots && call_.Live(sequence.first_chunk(), static_cast<int>(b))) {
+      if (b < initial_slots && SlotIsLive(sequence.first_chunk(), static_cast<int>(b), call_.top)) {
         std::copy_n(reinterpret_cast<const T*>(
                         NodeData(call_.inputs.initial_state.nodes, sequence.index, head, b)),
                     call_.K * call_.V, out);
@@ -305,11 +306,11 @@ class ForwardPass {
   hwy::AlignedFreeUniquePtr<T[]> carried_;  // incoming nodes of a line that goes on, by slot
 };
 
-void RunForward(const DeltaCall& call, const TensorView& o, const StateView& final_state) {
+void RunDeltaForward(const DeltaCall& call, const TensorView& o, const StateView& final_state) {
   if (o.dtype == DType::kFloat64) {
-    ForwardPass<double>(call, o, final_state).Run();
+    DeltaForwardPass<double>(call, o, final_state).Run();
   } else {
-    ForwardPass<float>(call, o, final_state).Run();
+    DeltaForwardPass<float>(call, o, final_state).Run();
   }
 }
 
@@ -321,12 +322,12 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace fenwick::cpu {
 
-HWY_EXPORT(RunForward);
+HWY_EXPORT(RunDeltaForward);
 
 void GatedDeltaForward(const Inputs& inputs, const TensorView& o, const StateView& final_state,
                        const Context& context) {
   const DeltaCall call(inputs, context);
-  HWY_DYNAMIC_DISPATCH(RunForward)(call, o, final_state);
+  HWY_DYNAMIC_DISPATCH(RunDeltaForward)(call, o, final_state);
 }
 
 }  // namespace fenwick::cpu

@@ -6,6 +6,7 @@
 #include "cpu/gated_delta/segments.h"
 #include "cpu/scratch.h"
 #include "cpu/tile_layout.h"
+#include "cpu/tile_pool.h"
 #include "cpu/walk.h"
 
 #if defined(FENWICK_CPU_GATED_DELTA_SEGMENT_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -21,25 +22,6 @@
 HWY_BEFORE_NAMESPACE();
 namespace fenwick::cpu {
 namespace HWY_NAMESPACE {
-
-// Tiles of equal size that are taken and given back.
-template <typename T>
-class TilePool {
- public:
-  TilePool(Scratch& scratch, int64_t size) : scratch_(scratch), size_(size) {}
-
-  T* Take() {
-    if (num_free_ > 0) return free_[--num_free_];
-    return scratch_.New<T>(size_);
-  }
-  void Give(T* tile) { free_[num_free_++] = tile; }
-
- private:
-  Scratch& scratch_;
-  int64_t size_;
-  T* free_[kMaxSlots];
-  int num_free_ = 0;
-};
 
 // A node's state, or the gradient of one.
 template <typename T>
@@ -68,9 +50,8 @@ class TileArena {
 // One segment of one head. Tiles are null where nothing needs them.
 template <typename T>
 struct SegmentBase {
-  const Sequence* sequence = nullptr;
-  int64_t head = 0;
   Segment segment;
+  int64_t head = 0;
   bool has_incoming = false;
 
   NodeStack<StateNode<T>> incoming;  // as they are where the segment begins
@@ -86,8 +67,10 @@ struct SegmentBase {
     });
   }
 
+  const Sequence& sequence() const { return *segment.sequence; }
+
   bool holds_final_base() const {
-    const int64_t chunk = sequence->final_base() / kStateChunk;
+    const int64_t chunk = sequence().final_base() / kStateChunk;
     return segment.begin <= chunk && chunk < segment.end;
   }
 
@@ -97,8 +80,8 @@ struct SegmentBase {
 
 template <typename T>
 void LoadInitialNode(const DeltaCall& call, const SegmentBase<T>& work, int slot, T* state) {
-  LoadNode(NodeData(call.inputs.initial_state.nodes, work.sequence->index, work.head, slot), call.K,
-           call.V, state);
+  LoadNode(NodeData(call.inputs.initial_state.nodes, work.sequence().index, work.head, slot),
+           call.K, call.V, state);
 }
 
 // Incoming nodes of `next`, the segment after `work`: columns [column, column + columns) of V.

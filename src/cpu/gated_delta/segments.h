@@ -1,5 +1,5 @@
 // How a call of the gated delta rule is cut into tasks: lines (one head of one sequence) and, along
-// a line, segments of 2^kSegmentLog2 chunks at absolute, aligned places.
+// a line, segments of 2^kSegmentLog2 chunks.
 //
 // Inside a segment two kinds of states are carried from chunk to chunk:
 //   local     nodes that began inside the segment (and, where a call goes on from a state in the
@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/segments.h"
 #include "cpu/sequence.h"
 #include "cpu/walk.h"
 #include "fenwick/ops.h"
@@ -30,13 +31,6 @@ inline constexpr std::int64_t kSegmentTokens = kSegmentChunks * kStateChunk;
 // Columns of V that a task of the walk over segments takes.
 inline constexpr std::int64_t kWalkColumns = 32;
 
-struct Segment {
-  std::int64_t begin = 0, end = 0;   // chunks
-  bool first = false, last = false;  // of its line
-
-  std::int64_t chunks() const { return end - begin; }
-};
-
 // What every task needs to know of a call.
 struct DeltaCall {
   DeltaCall(const Inputs& inputs, const Context& context);
@@ -47,16 +41,10 @@ struct DeltaCall {
   int top;  // WalkTop
   int num_threads;
   std::vector<Sequence> sequences;
+  std::vector<Segment> segments;  // of all sequences, in order
 
   std::int64_t group(std::int64_t head) const { return head / (H / G); }
 
-  // Segments of a sequence, none if it holds no tokens.
-  std::vector<Segment> Segments(const Sequence& sequence) const;
-
-  // Whether `slot` is live where `chunk` begins.
-  bool Live(std::int64_t chunk, int slot) const {
-    return slot < top ? (chunk >> slot & 1) != 0 : slot == top && (chunk >> top) != 0;
-  }
   bool IsLocal(const Segment& segment, int slot) const {
     return segment.first && slot < kSegmentLog2;
   }
@@ -65,14 +53,14 @@ struct DeltaCall {
   template <class F>
   void ForEachIncoming(const Segment& segment, F&& f) const {
     for (int b = 0; b <= top && segment.begin >> b != 0; ++b) {
-      if (Live(segment.begin, b) && !IsLocal(segment, b)) f(b);
+      if (SlotIsLive(segment.begin, b, top) && !IsLocal(segment, b)) f(b);
     }
   }
   // f(slot) for the local nodes that are live where the segment begins: those of an initial state.
   template <class F>
   void ForEachInitialLocal(const Segment& segment, F&& f) const {
     for (int b = 0; b <= top && segment.begin >> b != 0; ++b) {
-      if (Live(segment.begin, b) && IsLocal(segment, b)) f(b);
+      if (SlotIsLive(segment.begin, b, top) && IsLocal(segment, b)) f(b);
     }
   }
   int NumIncoming(const Segment& segment) const {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cpu/scratch.h"
+#include "cpu/tile_pool.h"
 #include "cpu/walk.h"
 
 #if defined(FENWICK_CPU_SCALAR_GATE_CHUNK_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -40,25 +41,6 @@ struct ScalarNode {
   double total = 0;
   bool owned = false;  // by the pool of the walk that made it; others are only read
   bool live() const { return state != nullptr; }
-};
-
-// Tiles of one size that a walk takes for new nodes and gives back when they have been merged.
-template <typename T>
-class TilePool {
- public:
-  TilePool(Scratch& scratch, int64_t tile_size) : scratch_(scratch), tile_size_(tile_size) {}
-  T* Take() {
-    if (free_.empty()) return scratch_.New<T>(tile_size_);
-    T* tile = free_.back();
-    free_.pop_back();
-    return tile;
-  }
-  void Give(T* tile) { free_.push_back(tile); }
-
- private:
-  Scratch& scratch_;
-  int64_t tile_size_;
-  std::vector<T*> free_;
 };
 
 // exp of anything below is 0 in T. Clamping g here keeps -inf (a hard reset) out of differences.
