@@ -16,7 +16,7 @@ Mamba2MixerImpl::Mamba2MixerImpl(const ModelConfig& config) : config_(config) {
   A_log_ = register_parameter("A_log", InitialDecayLog(config));
   if (levels > 0) L_ = register_parameter("L", torch::ones({heads, levels}));
   D_ = register_parameter("D", torch::ones({heads}));
-  norm_ = register_module("norm", RmsNorm(inner, config.norm_eps));
+  norm_ = register_module("norm", RmsNorm(inner, config.norm_eps, config.Groups()));
   out_proj_ = register_module("out_proj", linear(inner, config.hidden_size));
 }
 

@@ -3,7 +3,7 @@
 //   z, xBC, dt, dl = in_proj(u);   x, B, C = silu(conv1d(xBC))
 //   dt = softplus(dt + dt_bias);   A = -exp(A_log);   lambda = softplus(L * dl)
 //   y = recurrence(q = C, k = B, v = x dt, g = A dt, lambda) + D x
-//   out_proj(norm(y silu(z)))
+//   out_proj(norm(y silu(z))), the norm by group
 //
 // The linear parent has neither dl nor L.
 #pragma once

@@ -120,17 +120,29 @@ torch::Tensor ShortConvolutionImpl::NewHistory(std::int64_t sequences, std::int6
   return torch::zeros({sequences, weight.size(0), rollback + weight.size(2) - 1}, options);
 }
 
-RmsNormImpl::RmsNormImpl(std::int64_t size, double eps) : eps_(eps) {
+RmsNormImpl::RmsNormImpl(std::int64_t size, double eps, std::int64_t groups)
+    : eps_(eps), groups_(groups) {
   weight = register_parameter("weight", torch::ones({size}));
 }
 
 torch::Tensor RmsNormImpl::forward(const torch::Tensor& x) {
-  return fenwick_torch::GatedRmsNorm(x, {}, weight, eps_, /*norm_before_gate=*/true);
+  return Gated(x, {}, /*norm_before_gate=*/true);
 }
 
 torch::Tensor RmsNormImpl::Gated(const torch::Tensor& x, const torch::Tensor& gate,
                                  bool norm_before_gate) {
-  return fenwick_torch::GatedRmsNorm(x, gate, weight, eps_, norm_before_gate);
+  if (groups_ == 1) {
+    return fenwick_torch::GatedRmsNorm(x, gate, weight, eps_, norm_before_gate);
+  }
+  // The weight is a factor of the result in both orders.
+  const auto split = [&](const torch::Tensor& all) {
+    return all.defined() ? all.unflatten(-1, {groups_, -1}) : all;
+  };
+  return fenwick_torch::GatedRmsNorm(split(x), split(gate),
+                                     torch::ones({x.size(-1) / groups_}, weight.options()), eps_,
+                                     norm_before_gate)
+             .flatten(-2) *
+         weight;
 }
 
 torch::Tensor Recurrence(const RecurrenceInputs& inputs, const Sequences& sequences) {

@@ -55,10 +55,11 @@ class ShortConvolutionImpl : public torch::nn::Module {
 };
 TORCH_MODULE(ShortConvolution);
 
-// x / rms(x) * weight over the last axis, with an optional gate.
+// x / rms(x) * weight over the last axis, each of its `groups` equal parts by itself (Mamba-2),
+// with an optional gate.
 class RmsNormImpl : public torch::nn::Module {
  public:
-  RmsNormImpl(std::int64_t size, double eps);
+  RmsNormImpl(std::int64_t size, double eps, std::int64_t groups = 1);
   torch::Tensor forward(const torch::Tensor& x);
   // norm_before_gate: norm(x) * silu(gate), else norm(x * silu(gate)).
   torch::Tensor Gated(const torch::Tensor& x, const torch::Tensor& gate, bool norm_before_gate);
@@ -67,6 +68,7 @@ class RmsNormImpl : public torch::nn::Module {
 
  private:
   double eps_;
+  std::int64_t groups_;
 };
 TORCH_MODULE(RmsNorm);
 
