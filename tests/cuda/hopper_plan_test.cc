@@ -41,7 +41,7 @@ struct Call {
 };
 
 TEST(HopperPlan, PadsKeysAndCutsValues) {
-  const auto plan = Call(2, 1000, 1, 8, 96, 100).Forward();
+  const auto plan = Call(2, 1000, 1, 8, 96, 104).Forward();
   ASSERT_TRUE(plan.has_value());
   EXPECT_EQ(plan->key_size, 128);
   EXPECT_EQ(plan->value_tiles, 2);
@@ -91,7 +91,8 @@ TEST(HopperPlan, PacksSequencesWithEmptyOnes) {
 }
 
 TEST(HopperPlan, HeadsRunInWholeOrEqualPartsOfAGroup) {
-  for (const auto& [G, H] : {std::pair{1, 48}, {16, 16}, {2, 30}, {1, 7}}) {
+  for (const auto& [G, H] :
+       {std::pair{1, 48}, std::pair{16, 16}, std::pair{2, 30}, std::pair{1, 7}}) {
     const Call call(1, 1 << 20, G, H, 128, 64);
     const auto plan = call.Forward();
     ASSERT_TRUE(plan.has_value());
