@@ -353,7 +353,11 @@ def main():
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     demo = Demo(options.out, options.program, options.minutes, options.quick)
-    status = demo.run()
+    try:
+        status = demo.run()
+    except KeyboardInterrupt:
+        print("\ndemo: interrupted", file=sys.stderr)
+        return 130
     print(
         f"{'failed' if status else 'done'} in {demo.results['seconds'] / 60:.1f} minutes: "
         f"{options.out / 'report.md'}",
