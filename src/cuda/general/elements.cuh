@@ -11,6 +11,12 @@
 
 #include "fenwick/tensor_view.h"
 
+#if defined(FENWICK_EMULATE)
+#define FENWICK_NOINLINE
+#else
+#define FENWICK_NOINLINE __noinline__
+#endif
+
 namespace fenwick::cuda::general {
 
 template <typename T>
@@ -49,8 +55,8 @@ __device__ inline void StoreElement(void* data, DType dtype, std::int64_t i, T v
 // Elements i .. i+3, of which the first `count` exist (the rest read as zero), one by one. Out of
 // line: it runs at ragged edges only, and inlined everywhere it would be most of the code.
 template <typename T>
-__device__ __noinline__ Quad<T> LoadQuadSlowly(const void* data, DType dtype, std::int64_t i,
-                                               int count) {
+__device__ FENWICK_NOINLINE Quad<T> LoadQuadSlowly(const void* data, DType dtype, std::int64_t i,
+                                                   int count) {
   Quad<T> quad{};
   for (int j = 0; j < 4 && j < count; ++j) quad.x[j] = LoadElement<T>(data, dtype, i + j);
   return quad;

@@ -4,6 +4,8 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <numeric>
+#include <random>
 #include <stdexcept>
 #include <vector>
 
@@ -98,6 +100,8 @@ void Run(std::int64_t blocks, int threads, std::size_t shared_bytes,
   g_body = &body;
   blockDim = dim3(threads);
   gridDim = dim3(static_cast<unsigned>(blocks));
+  static std::mt19937 random;
+  std::vector<int> order(threads);
   for (std::int64_t block = 0; block < blocks; ++block) {
     blockIdx = uint3{static_cast<unsigned>(block), 0, 0};
     g_block_barrier = Barrier{};
@@ -112,11 +116,13 @@ void Run(std::int64_t blocks, int threads, std::size_t shared_bytes,
       fiber.entry.uc_link = &g_unused;
       makecontext(&fiber.entry, Enter, 0);
     }
+    std::iota(order.begin(), order.end(), 0);
     int turns_without_progress = 0;
     while (g_live > 0) {
       const int live = g_live;
       const std::uint64_t generation = g_block_barrier.generation;
-      for (int i = 0; i < threads; ++i) {
+      std::shuffle(order.begin(), order.end(), random);
+      for (const int i : order) {
         if (g_fibers[i].done) continue;
         g_current = i;
         threadIdx = uint3{static_cast<unsigned>(i), 0, 0};

@@ -1,8 +1,8 @@
 // Runs CUDA kernels on the host, one block after another, each thread a fiber: the general kernels
 // are tested without a GPU. A source compiled as C++ with this header included first and
 // FENWICK_EMULATE defined launches its kernels here (src/cuda/launch.h). Only what the general
-// kernels use is there. Within a block, threads run in order between barriers, so that results are
-// reproducible; races are not found (compute-sanitizer does that on a GPU).
+// kernels use is there. Within a block, each thread runs from barrier to barrier in one go, in an
+// order that is drawn anew for every turn: a missing barrier shows as a wrong or changing result.
 #pragma once
 
 #include <cuda_bf16.h>
