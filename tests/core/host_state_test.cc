@@ -165,7 +165,7 @@ TEST(HostStateTest, SaveAndLoadRoundTrip) {
 TEST(HostStateTest, EveryChangedByteIsRejected) {
   const std::vector<std::byte> saved = RandomState(SmallSpec(), {200, 10, 0}).Save();
   std::mt19937_64 random(testing::NextSeed());
-  for (std::size_t i = 0; i < saved.size(); i += i < 256 ? 1 : 13) {
+  for (std::size_t i = 0; i < saved.size(); ++i) {
     std::vector<std::byte> changed = saved;
     changed[i] ^= static_cast<std::byte>(1 + random() % 255);
     EXPECT_THROW(HostState::Load(changed), Error) << "byte " << i;
