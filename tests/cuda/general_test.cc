@@ -32,9 +32,9 @@ class GeneralKernels : public ::testing::TestWithParam<Transition> {
 };
 
 TEST_P(GeneralKernels, ManyChunks) {
-  for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kBFloat16}) {
+  for (const DType dtype : {DType::kFloat64, DType::kBFloat16}) {
     ProblemSpec spec = Spec(GetParam(), dtype);
-    spec.T = dtype == DType::kFloat64 ? 64 * 41 + 5 : 64 * 4 + 5;
+    spec.T = dtype == DType::kFloat64 ? 64 * 33 + 5 : 64 * 4 + 5;
     spec.G = 1, spec.H = dtype == DType::kFloat64 ? 1 : 2, spec.K = 20, spec.V = 12;
     const auto problem = support::RandomProblem(spec, NextSeed());
     SCOPED_TRACE(support::Describe(spec));
