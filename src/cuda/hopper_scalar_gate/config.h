@@ -47,4 +47,8 @@ inline constexpr unsigned long long kForwardWorkspaceTarget = 3ull << 30;
 // Threads of a warpgroup.
 inline constexpr int kWarpgroup = 128;
 
+// Longest float16 call: states are stored in float16, whose range a sum over very many tokens
+// without decay could leave. Longer calls run on the general kernels.
+inline constexpr int kMaxFloat16Tokens = 16384;
+
 }  // namespace fenwick::cuda::hopper

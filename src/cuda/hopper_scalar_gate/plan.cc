@@ -115,6 +115,9 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
     if (!CanMapTensor(*view)) return std::nullopt;
   }
 
+  if (inputs.q.dtype == DType::kFloat16 && inputs.q.size(1) > kMaxFloat16Tokens) {
+    return std::nullopt;
+  }
   ForwardPlan plan;
   plan.key_size = key_size <= 64 ? 64 : key_size <= 128 ? 128 : 256;
   plan.value_tiles = static_cast<int>(DivideUp(value_size, kValueTile));
