@@ -181,8 +181,8 @@ void Backward(benchmark::State& state, Transition transition) {
   });
 }
 
-// One token for one sequence at the given position; beside it the naive recurrence, which decays
-// and reads every live level's state.
+// One token for one sequence, the 64 positions from the given one on in turn; beside it the naive
+// recurrence, which decays and reads every live level's state.
 void Step(benchmark::State& state, Transition transition) {
   const std::int64_t position = state.range(0);
   StateSpec spec{.transition = transition,
@@ -200,12 +200,13 @@ void Step(benchmark::State& state, Transition transition) {
   }
   Problem problem(1, 1, transition, levels);
   const Context context{.num_threads = kThreads};
-  const int nodes = std::popcount(static_cast<std::uint64_t>(position)) + 1;
-  std::vector<float> states(kHeads * nodes * kKeys * kValues, 1.0f);
+  std::vector<float> states(kHeads * levels * kKeys * kValues, 1.0f);
   std::vector<double> times, naive;
   std::int64_t steps = 0;
   HostState start = host.Select(std::vector<std::int64_t>{0});
   for (auto _ : state) {
+    const std::int64_t t = position + steps % kStateChunk;
+    const int nodes = NumLiveLevels(static_cast<std::uint64_t>(t));
     if (steps++ % kStateChunk == 0) host = start.Select(std::vector<std::int64_t>{0});
     host.Reserve(kStateChunk);
     problem.inputs.initial_state = host.View();
@@ -218,7 +219,7 @@ void Step(benchmark::State& state, Transition transition) {
         float* out = problem.o.data() + h * kValues;
         std::fill_n(out, kValues, 0.0f);
         for (int s = 0; s < nodes; ++s) {
-          float* m = states.data() + (h * nodes + s) * kKeys * kValues;
+          float* m = states.data() + (h * levels + s) * kKeys * kValues;
           float erased[kValues] = {};
           if (transition == Transition::kGatedDelta) {
             for (std::int64_t i = 0; i < kKeys; ++i) {

@@ -59,14 +59,15 @@ class Pool {
       std::lock_guard lock(mutex_);
       job_ = &job;
       helpers_ = num_threads - 1;
-      running_ = helpers_;
       ++generation_;
     }
     wake_.notify_all();
     t_inside = true;
     job.Work(0);
     t_inside = false;
+    // No index is left: a helper that has not woken up yet is not waited for.
     std::unique_lock lock(mutex_);
+    job_ = nullptr;
     done_.wait(lock, [&] { return running_ == 0; });
     return true;
   }
@@ -87,8 +88,9 @@ class Pool {
       wake_.wait(lock, [&] { return stop_ || generation_ != seen; });
       if (stop_) return;
       seen = generation_;
-      if (worker > helpers_) continue;
+      if (job_ == nullptr || worker > helpers_) continue;
       Job* job = job_;
+      ++running_;
       lock.unlock();
       job->Work(worker);
       lock.lock();
@@ -102,7 +104,7 @@ class Pool {
   std::vector<std::thread> threads_;  // threads_[i] is worker i + 1
   Job* job_ = nullptr;
   int helpers_ = 0;  // workers 1..helpers_ take part in the job
-  int running_ = 0;  // of them, not finished
+  int running_ = 0;  // of them, at work
   std::uint64_t generation_ = 0;
   bool stop_ = false;
 };

@@ -362,8 +362,8 @@ HWY_EXPORT(StepDouble);
 
 namespace {
 
-// Below this many elements read (about 30 us) waking other threads costs more than it saves.
-constexpr int64_t kWorthThreads = int64_t{1} << 18;
+// Below this many elements read (about 100 us) waking other threads may cost more than it saves.
+constexpr int64_t kWorthThreads = int64_t{1} << 20;
 
 int ThreadsFor(const Inputs& inputs, const std::vector<Sequence>& sequences,
                const Context& context) {
