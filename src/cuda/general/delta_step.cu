@@ -11,49 +11,68 @@ namespace fenwick::cuda::general {
 namespace {
 
 struct GatedDeltaStep {
-  // One warp: every step needs the sum of the step before.
   template <typename T>
   __device__ static void Read(const StepBlock<T>& block, int count) {
-    constexpr int kPerLane = kMaxKeySize / 32;
+    block.LoadFactors(count);
+    if (threadIdx.x >= 32) return;
+    if (block.problem.K <= 128) {
+      WalkBack<1>(block, count);
+    } else {
+      WalkBack<kMaxKeySize / 128>(block, count);
+    }
+  }
+
+  // One warp, four columns of every 128 a lane: each step needs the sum of the step before. The
+  // next key is on its way meanwhile.
+  template <int kQuads, typename T>
+  __device__ static void WalkBack(const StepBlock<T>& block, int count) {
     const Problem& problem = block.problem;
-    const int lane = threadIdx.x;
-    __syncthreads();
-    if (lane >= 32) return;
-    const std::int64_t t = block.RowOf(block.base + count - 1);
-    T read[kPerLane];
+    const int column = 4 * threadIdx.x;
+    const RowAt query(problem.q, block.span, block.RowOf(block.base + count - 1), block.group);
+    Quad<T> read[kQuads], key[kQuads], next[kQuads];
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int k = lane + 32 * i;
-      read[i] = k < problem.K ? static_cast<T>(problem.scale) *
-                                    LoadToken<T>(problem.q, block.span, t, block.group, k)
-                              : T(0);
+    for (int i = 0; i < kQuads; ++i) {
+      const int c = column + 128 * i;
+      read[i] = LoadQuad<T>(query.rows->data, query.rows->dtype, query.offset + c, problem.K - c,
+                            query.rows->quads);
+      next[i] = block.Key(count - 1, c);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) read[i].x[j] *= static_cast<T>(problem.scale);
     }
     for (int s = count - 1; s >= 0; --s) {
-      const std::int64_t row = block.RowOf(block.base + s);
-      T key[kPerLane];
       T dot = 0;
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const int k = lane + 32 * i;
-        key[i] = k < problem.K ? LoadToken<T>(problem.k, block.span, row, block.group, k) : T(0);
-        dot += key[i] * read[i];
+      for (int i = 0; i < kQuads; ++i) {
+        key[i] = next[i];
+        if (s > 0) next[i] = block.Key(s - 1, column + 128 * i);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) dot += key[i].x[j] * read[i].x[j];
       }
 #pragma unroll
       for (int mask = 16; mask > 0; mask /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, mask);
-      dot *= LoadToken<T>(problem.beta, block.span, row, block.head);
-      if (lane == 0) block.shared.weight[s] = dot;
-      const T decay = Gate(block, row);
+      dot *= block.shared.beta[s];
+      if (threadIdx.x == 0) block.shared.weight[s] = dot;
+      const T decay = block.shared.decay[s];
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) read[i] = decay * (read[i] - dot * key[i]);
+      for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) read[i].x[j] = decay * (read[i].x[j] - dot * key[i].x[j]);
+      }
     }
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (lane + 32 * i < problem.K) block.shared.read[lane + 32 * i] = read[i];
+    for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int c = column + 128 * i + j;
+        if (c < problem.K) block.shared.read[c] = read[i].x[j];
+      }
     }
   }
 
   template <typename T>
-  __device__ static void PrepareAdvance(const StepBlock<T>&) {}
+  __device__ static void PrepareAdvance(const StepBlock<T>& block) {
+    block.LoadFactors(kChunk);
+  }
 
   template <typename T>
   __device__ static void Advance(const StepBlock<T>& block, bool write) {
@@ -66,24 +85,17 @@ struct GatedDeltaStep {
                block.tile[k * block.columns + block.column()];
       }
       dot = block.SumLanes(dot);
-      const T decay = Gate(block, s);
+      const T decay = block.shared.decay[i];
       T change = -decay * dot;
       if (write && block.owns_column()) {
         change += LoadToken<T>(problem.v, block.span, s, block.head, block.v0 + block.column());
       }
-      change *= LoadToken<T>(problem.beta, block.span, s, block.head);
+      change *= block.shared.beta[i];
       for (int k = block.lane(); k < problem.K; k += block.lanes()) {
         T& x = block.tile[k * block.columns + block.column()];
         x = decay * x + change * LoadToken<T>(problem.k, block.span, s, block.group, k);
       }
     }
-  }
-
- private:
-  template <typename T>
-  __device__ static T Gate(const StepBlock<T>& block, std::int64_t row) {
-    const double g = LoadToken<T>(block.problem.g, block.span, row, block.head);
-    return Exp<T>(g > kLogZero ? g : kLogZero);
   }
 };
 

@@ -21,10 +21,11 @@ void LaunchStep(const Inputs& inputs, const TensorView& o, const Context& contex
   state.slots = plan.initial_slots;
   state.position = static_cast<std::int64_t*>(view.position.data);
   state.base = static_cast<std::int64_t*>(view.base.data);
-  const int columns = StepColumns<T>(plan.N, problem);
+  const int columns = StepColumns(plan.N, problem);
   const std::int64_t blocks = plan.N * plan.H * ((plan.V + columns - 1) / columns);
-  Launch("step", StepTokens<Transition, T>, blocks, kStepThreads, problem.K * columns * sizeof(T),
-         static_cast<cudaStream_t>(context.stream), problem, state, MakeRows(o), columns);
+  Launch("step", StepTokens<Transition, T>, blocks, kStepThreads,
+         problem.K * kFoldColumns * sizeof(T), static_cast<cudaStream_t>(context.stream), problem,
+         state, MakeRows(o), columns);
 }
 
 }  // namespace fenwick::cuda::general

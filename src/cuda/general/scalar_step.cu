@@ -20,14 +20,22 @@ struct ScalarGateStep {
       block.shared.read[k] = scale * LoadToken<T>(problem.q, block.span, t, block.group, k);
     }
     __syncthreads();
-    for (int i = threadIdx.x / 32; i < count; i += kStepThreads / 32) {
-      const std::int64_t s = block.RowOf(block.base + i);
+    // Eight threads a token.
+    for (int first = 0; first < count; first += kStepThreads / 8) {
+      const int i = first + threadIdx.x / 8;
       T dot = 0;
-      for (int k = threadIdx.x % 32; k < problem.K; k += 32) {
-        dot += block.shared.read[k] * LoadToken<T>(problem.k, block.span, s, block.group, k);
+      for (int k = threadIdx.x % 8 * 4; i < count && k < problem.K; k += 32) {
+        const Quad<T> key = block.Key(i, k);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (k + j < problem.K) dot += block.shared.read[k + j] * key.x[j];
+        }
       }
-      for (int mask = 16; mask > 0; mask /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, mask);
-      if (threadIdx.x % 32 == 0) block.shared.weight[i] = dot * Decay<T>(sums, count - 1, i);
+#pragma unroll
+      for (int mask = 4; mask > 0; mask /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, mask);
+      if (threadIdx.x % 8 == 0 && i < count) {
+        block.shared.weight[i] = dot * Decay<T>(sums, count - 1, i);
+      }
     }
     __syncthreads();
     const T decay = Exp<T>(sums[count - 1]);

@@ -26,14 +26,20 @@ struct StepState {
 };
 
 inline constexpr int kStepThreads = 128;
+static_assert(kStepThreads == kStateRing, "one thread a ring token");
 inline constexpr int kMaxKeySize = 512;
+// Columns of the tile that is folded at a time: 8 KB of shared memory at K = 128, so that folding,
+// which is rare, does not limit the blocks that are resident.
+inline constexpr int kFoldColumns = 16;
 
 template <typename T>
 struct StepMemory {
   double sums[kStateRing];  // running sums of g from the base, see RingSums
-  T weight[kStateRing];     // of v of the ring's tokens
+  T decay[kStateRing], beta[kStateRing];
+  T weight[kStateRing];  // of v of the ring's tokens
   T read[kMaxKeySize];
   T partial[kStepThreads];
+  double warp_sums[kStepThreads / 32];
   unsigned arrived;
 };
 
@@ -42,7 +48,7 @@ template <typename T>
 struct StepBlock {
   const Problem& problem;
   StepMemory<T>& shared;
-  T* tile;    // [K, columns] in shared memory
+  T* tile;    // [K, kFoldColumns] in shared memory
   Span span;  // row j is the token at position base at entry + j
   int head, group;
   int v0, columns;    // first column, and how many threads stand side by side in a row
@@ -64,18 +70,46 @@ struct StepBlock {
     return sum;
   }
 
-  // shared.sums[i] = g[base] + ... + g[base + i] for i < count, clamped as in gates.cuh.
+  // Log decay of this thread's ring token, clamped as in gates.cuh; 0 for tokens from `count` on.
+  __device__ double Gate(int count) const {
+    if (threadIdx.x >= count) return 0;
+    const double g = LoadToken<T>(problem.g, span, RowOf(base + threadIdx.x), head);
+    return g > kLogZero ? g : kLogZero;
+  }
+
+  // shared.sums[i] = g[base] + ... + g[base + i] for i < count.
   __device__ void RingSums(int count) const {
-    __syncthreads();
-    for (int i = threadIdx.x; i < count; i += kStepThreads) {
-      const double g = LoadToken<T>(problem.g, span, RowOf(base + i), head);
-      shared.sums[i] = g > kLogZero ? g : kLogZero;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    double sum = Gate(count);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const double below = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += below;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      for (int i = 1; i < count; ++i) shared.sums[i] += shared.sums[i - 1];
+    if (lane == 31) shared.warp_sums[warp] = sum;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) sum += shared.warp_sums[w];
+    shared.sums[threadIdx.x] = sum;
+    __syncthreads();
+  }
+
+  // shared.decay and beta of the ring's first `count` tokens.
+  __device__ void LoadFactors(int count) const {
+    const T decay = Exp<T>(Gate(count));
+    __syncthreads();
+    if (threadIdx.x < count) {
+      shared.decay[threadIdx.x] = decay;
+      shared.beta[threadIdx.x] = LoadToken<T>(problem.beta, span, RowOf(base + threadIdx.x), head);
     }
     __syncthreads();
+  }
+
+  // A quad of the key of ring token i.
+  __device__ Quad<T> Key(int i, int column) const {
+    const RowAt row(problem.k, span, RowOf(base + i), group);
+    return LoadQuad<T>(row.rows->data, row.rows->dtype, row.offset + column, problem.K - column,
+                       row.rows->quads);
   }
 };
 
@@ -85,7 +119,8 @@ __device__ inline bool SlotIsLive(const Problem& problem, std::int64_t base, int
                                   : slot < problem.top_slot && (chunk >> slot) % 2 != 0;
 }
 
-// Folds the oldest chunk of the ring into the nodes of this block's columns.
+// Folds the oldest chunk of the ring into the nodes of a block of kFoldColumns columns; the caller
+// moves the base on.
 template <typename Transition, typename T>
 __device__ inline void Fold(StepBlock<T>& block, T* nodes, int slots) {
   const Problem& problem = block.problem;
@@ -114,7 +149,6 @@ __device__ inline void Fold(StepBlock<T>& block, T* nodes, int slots) {
     Transition::Advance(block, /*write=*/slot == target);
     if (block.owns_column()) each([&](int k, T& x) { element(slot, k) = x; });
   }
-  block.base += kChunk;
 }
 
 // block = (sequence, head, `columns` columns of V).
@@ -143,30 +177,42 @@ __global__ void __launch_bounds__(kStepThreads)
              (static_cast<std::int64_t>(n) * problem.H + h) * state.slots * problem.state_size();
 
   for (std::int64_t t = position; t < position + span.tokens; ++t) {
-    if (t - block.base == kStateRing) Fold<Transition>(block, nodes, state.slots);
+    if (t - block.base == kStateRing) {
+      for (int first = 0; first < columns; first += kFoldColumns) {
+        StepBlock<T> piece = block;
+        piece.v0 += first;
+        piece.columns = kFoldColumns;
+        if (piece.v0 < problem.V) Fold<Transition>(piece, nodes, state.slots);
+      }
+      block.base += kChunk;
+      __syncthreads();
+    }
     const int count = static_cast<int>(t - block.base) + 1;
     const std::int64_t row = block.RowOf(t);
     Transition::Read(block, count);
     __syncthreads();
+    if (threadIdx.x < count) {
+      shared.weight[threadIdx.x] *= LoadToken<T>(problem.level_scales, span, row, h,
+                                                 LevelOf(problem, t, block.base + threadIdx.x));
+    }
+    __syncthreads();
     T sum = 0;
-    for (int i = block.lane(); i < count; i += block.lanes()) {
-      if (!block.owns_column()) break;
-      const std::int64_t s = block.base + i;
-      sum += LoadToken<T>(problem.level_scales, span, row, h, LevelOf(problem, t, s)) *
-             shared.weight[i] *
-             LoadToken<T>(problem.v, span, block.RowOf(s), h, v0 + block.column());
+    if (block.owns_column()) {
+#pragma unroll 4
+      for (int i = block.lane(); i < count; i += block.lanes()) {
+        sum += shared.weight[i] *
+               LoadToken<T>(problem.v, span, block.RowOf(block.base + i), h, v0 + block.column());
+      }
     }
     for (int slot = 0; slot < state.slots; ++slot) {
-      if (!SlotIsLive(problem, block.base, slot)) continue;
+      if (!SlotIsLive(problem, block.base, slot) || !block.owns_column()) continue;
       const std::int64_t last = ((block.base / kChunk) >> slot << slot) * kChunk - 1;
       const T scale = LoadToken<T>(problem.level_scales, span, row, h, LevelOf(problem, t, last));
       const T* node = nodes + slot * problem.state_size() + v0 + block.column();
       T dot = 0;
-      if (block.owns_column()) {
-#pragma unroll 8
-        for (int k = block.lane(); k < problem.K; k += block.lanes()) {
-          dot += shared.read[k] * node[static_cast<std::int64_t>(k) * problem.V];
-        }
+#pragma unroll 16
+      for (int k = block.lane(); k < problem.K; k += block.lanes()) {
+        dot += shared.read[k] * node[static_cast<std::int64_t>(k) * problem.V];
       }
       sum += scale * dot;
     }
@@ -203,14 +249,13 @@ __global__ void __launch_bounds__(kStepThreads)
   }
 }
 
-// Blocks of the grid, and columns of a block: as many columns as still give 256 blocks, about two
-// for each multiprocessor of a large GPU, and as fit K rows of a tile into 48 KB.
-template <typename T>
-int StepColumns(std::int64_t sequences, const Problem& problem) {
+// Columns of a block: as many as still give 256 blocks, about two for each multiprocessor of a
+// large GPU. What a block does for its head before it reads columns is repeated by every block of
+// it.
+inline int StepColumns(std::int64_t sequences, const Problem& problem) {
   int columns = 64;
-  const auto blocks = [&] { return sequences * problem.H * ((problem.V + columns - 1) / columns); };
-  while (columns > 16 &&
-         (blocks() < 256 || problem.K * columns * sizeof(T) > (std::size_t{48} << 10) ||
+  while (columns > kFoldColumns &&
+         (sequences * problem.H * ((problem.V + columns - 1) / columns) < 256 ||
           columns / 2 >= problem.V)) {
     columns /= 2;
   }
