@@ -147,17 +147,22 @@ TEST_P(Model, LowPrecisionKeepsTheSmallParameters) {
   if (IsLogLinear(GetParam())) expected.insert("L");
   EXPECT_EQ(wide, expected);
 
-  // What rounding weights and activations alone costs: 1 to 4 % after two layers, levels or not.
+  // What rounding weights and activations costs after two layers, levels or not. The median over
+  // the tokens: where a head's output happens to be tiny, its norm magnifies the rounding.
   constexpr double kTwoLayers = 6e-2;
+  const auto error = [](const torch::Tensor& a, const torch::Tensor& b) {
+    const torch::Tensor difference = (a.to(torch::kFloat) - b).norm(2, -1);
+    return (difference / b.norm(2, -1)).median().item<double>();
+  };
   const torch::NoGradGuard no_grad;
   const torch::Tensor ids = RandomTokens(2, 100, config);
   const torch::Tensor logits = model->forward(ids);
   EXPECT_EQ(logits.scalar_type(), torch::kBFloat16);
-  EXPECT_LT(RelativeError(logits, exact->forward(ids)), kTwoLayers);
+  EXPECT_LT(error(logits, exact->forward(ids)), kTwoLayers);
   ModelState state = model->NewState(2);
   model->Prefill(ids.narrow(1, 0, 80), state);
   const torch::Tensor steps = model->Step(ids.narrow(1, 80, 20), state);
-  EXPECT_LT(RelativeError(steps, exact->forward(ids).narrow(1, 80, 20)), kTwoLayers);
+  EXPECT_LT(error(steps, exact->forward(ids).narrow(1, 80, 20)), kTwoLayers);
 }
 
 TEST(LanguageModel, HasThePeersParameterNames) {
