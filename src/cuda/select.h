@@ -15,7 +15,7 @@ enum class Kernels { kGeneral, kHopper };
 
 // What the choice depends on. Filled by CurrentDevice() (device.h), or by hand in tests.
 struct DeviceTraits {
-  int major = 0;                       // compute capability
+  int major = 0;  // compute capability
   int minor = 0;
   int multiprocessors = 0;
   std::size_t shared_memory_bytes = 0;  // most that one block may ask for
@@ -32,7 +32,6 @@ KernelChoice ForcedKernels();
 Kernels SelectForward(const Inputs& inputs, const StateView& final_state,
                       const DeviceTraits& device, KernelChoice choice);
 Kernels SelectBackward(const Inputs& inputs, const StateGradView& d_final_state,
-                       const Gradients& gradients, const DeviceTraits& device,
-                       KernelChoice choice);
+                       const Gradients& gradients, const DeviceTraits& device, KernelChoice choice);
 
 }  // namespace fenwick::cuda

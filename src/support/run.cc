@@ -164,8 +164,8 @@ State EmptyState(const Arguments& a) {
 std::int64_t FinalSlots(const Arguments& a) {
   std::int64_t position = 0, base = 0, tokens = 0;
   for (std::int64_t n = 0; n < a.num_sequences(); ++n) {
-    tokens = std::max(tokens, a.cu_seqlens.empty() ? a.q.size(1)
-                                                   : a.cu_seqlens[n + 1] - a.cu_seqlens[n]);
+    tokens = std::max(tokens,
+                      a.cu_seqlens.empty() ? a.q.size(1) : a.cu_seqlens[n + 1] - a.cu_seqlens[n]);
     if (!a.initial_state.given()) continue;
     position = std::max(position, a.initial_state.position[n]);
     base = std::max(base, a.initial_state.base[n]);

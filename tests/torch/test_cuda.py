@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from problems import OPERATORS, Operator, num_levels, num_slots
+
 from reference import relative_error
 
 DEVICE = os.environ.get("FENWICK_TEST_DEVICE", "cuda")
