@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor
 
 from fenwick_attention.layers.common import LayerState
@@ -51,16 +50,10 @@ class Cache:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence ``repeats`` times, in place."""
-        import torch
-
-        for state in list(self._layers.values())[:1]:
-            n = state.recurrent.num_sequences
-            self.reorder_cache(torch.arange(n).repeat_interleave(repeats))
+        if (state := self[0]) is not None:
+            sequences = torch.arange(state.recurrent.num_sequences)
+            self.reorder_cache(sequences.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only the sequences ``indices``, in place."""
         self.reorder_cache(indices)
-
-    def to_dict(self) -> dict[int, Any]:
-        """Layer index to (conv tensors, operator state dict), for saving."""
-        return {i: (s.conv, s.recurrent.state_dict()) for i, s in self._layers.items()}
