@@ -71,6 +71,23 @@ TEST(HopperPlan, LeavesTheRestToTheGeneralKernels) {
   EXPECT_FALSE(without_dg.Backward().has_value());
 }
 
+TEST(HopperPlan, CopiesLevelScalesWhereTheirRowsAreAligned) {
+  Call call(2, 1000, 1, 48, 128, 64);
+  const auto tile_heads = [&call](DType dtype, std::int64_t L) {
+    call.inputs.level_scales = TensorView(call.inputs.q.data, dtype, {2, 1000, 48, L});
+    return call.Forward()->scales_tile_heads;
+  };
+  EXPECT_GT(tile_heads(DType::kBFloat16, 18), 0);
+  EXPECT_EQ(tile_heads(DType::kFloat32, 18), 0);
+  EXPECT_EQ(tile_heads(DType::kBFloat16, 90), 0);  // too wide
+  EXPECT_EQ(call.Backward()->forward.scales_tile_heads, 0);
+
+  const std::int64_t T = 1000, H = 48, L = 18, row = H * L + 2;  // rows that are not aligned
+  call.inputs.level_scales =
+      TensorView(call.inputs.q.data, DType::kBFloat16, {2, T, H, L}, {T * row, row, L, 1});
+  EXPECT_EQ(call.Forward()->scales_tile_heads, 0);
+}
+
 TEST(HopperPlan, PacksSequencesWithEmptyOnes) {
   Call call(1, 3000, 1, 4, 64, 64);
   call.cu_seqlens = {0, 0, 1, 129, 129, 3000};

@@ -75,6 +75,7 @@ std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
   BackwardPlan plan;
   plan.forward = *forward;
   plan.forward.key_size = kBackwardKeySize;
+  plan.forward.scales_tile_heads = 0;  // these kernels read weights
   const int nodes = forward->weight_rows - kLocalLevels;
   plan.segment_levels = std::max(1, nodes - forward->layout.log_segment);
   const int groups = static_cast<int>(inputs.q.size(2));

@@ -6,7 +6,8 @@
 // A left node that ends before chunk e is what queries of chunk e (and of its right siblings) read
 // through one level: it is written once, to slot e (partition.h, ForEachLeftNode). One block: one
 // head, value tile and segment, kWarpgroups x 64 rows of K. The tree is a binary counter: pending
-// nodes stay in registers as fp32. A producer warp streams K, V and decays through a ring.
+// nodes stay in registers as fp32. A producer warp streams K, V and decays through a ring, from one
+// segment on to the block's next.
 #pragma once
 
 #include <cuda.h>
@@ -18,6 +19,7 @@
 #include "cuda/ptx/sync.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/element.cuh"
+#include "cuda/tile/ring.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace fenwick::cuda::hopper {
@@ -75,14 +77,93 @@ __device__ __forceinline__ int AccumulatorOffset(int row, int n, int lane) {
   return row * kTileColumns + ((n ^ (row & 7)) << 3) + 2 * (lane & 3);
 }
 
+// What one block does at a time: one segment of one head, value tile and block of K rows.
+// Neighbouring items share K: value tile fastest, then head, K block, segment.
+template <int kWarpgroups>
+struct SegmentItem {
+  int value_tile, head, key_block, segment;
+  SegmentPlace place;
+  int first;           // chunk within the sequence
+  int count;           // chunks
+  std::size_t record;  // of the first chunk
+  __device__ __forceinline__ SegmentItem(const ForwardParams& p, int item) {
+    value_tile = item % p.value_tiles;
+    item /= p.value_tiles;
+    head = item % p.num_heads;
+    item /= p.num_heads;
+    const int key_blocks = p.key_size / ChunkStatesShape<kWarpgroups>::kRows;
+    key_block = item % key_blocks;
+    segment = item / key_blocks;
+    place = PlaceOfSegment(p.layout, segment);
+    first = place.index << p.layout.log_segment;
+    count = min(1 << p.layout.log_segment, place.num_chunks - first);
+    record = static_cast<std::size_t>(head) * p.layout.num_chunks + place.first_chunk + first;
+  }
+};
+
+// The producer thread: streams the chunks of all items of this block.
+template <int kWarpgroups>
+__device__ __forceinline__ void ProduceChunks(std::uint32_t shared, const CUtensorMap& k_map,
+                                              const CUtensorMap& v_map, const ForwardParams& p,
+                                              int items) {
+  using Shape = ChunkStatesShape<kWarpgroups>;
+  const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kStages;
+  const auto load_tiles = [&](const SegmentItem<kWarpgroups>& item, int i, int stage) {
+    const std::uint32_t bar = full + 8 * stage, tile = shared + stage * Shape::kStageBytes;
+    const int token = item.place.token + (item.first + i) * kChunk;
+    const int head = p.head_begin + item.head;
+    ptx::BarrierExpect(bar, Shape::kStageBytes + kDecayToEndBytes);
+#pragma unroll
+    for (int w = 0; w < kWarpgroups; ++w) {
+      ptx::LoadTile(tile + w * Shape::kTileBytes, &k_map, bar,
+                    item.key_block * Shape::kRows + 64 * w, head / p.heads_per_group, token,
+                    item.place.batch);
+    }
+    ptx::LoadTile(tile + kWarpgroups * Shape::kTileBytes, &v_map, bar, item.value_tile * kValueTile,
+                  head, token, item.place.batch);
+  };
+  const auto load_decays = [&](const SegmentItem<kWarpgroups>& item, int i, int stage) {
+    ptx::LoadBytes(shared + Shape::kDecays + stage * kDecayToEndBytes,
+                   static_cast<const char*>(p.decay_to_end) + (item.record + i) * kDecayToEndBytes,
+                   kDecayToEndBytes, full + 8 * stage);
+  };
+  SegmentItem<kWarpgroups> item(p, blockIdx.x);
+  // All but the decays was there before the previous kernel started (launch_states.cuh).
+  const int ahead = min(item.count, Shape::kStages);
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) load_tiles(item, i, i);
+  ptx::WaitForPreviousKernel();
+  ptx::AllowNextKernel();
+  RingPosition ring;
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) {
+    load_decays(item, i, ring.stage);
+    ring.Advance(Shape::kStages);
+  }
+  int i = ahead;
+  for (int index = blockIdx.x;;) {
+#pragma unroll 1
+    for (; i < item.count; ++i) {
+      ptx::BarrierWait(empty + 8 * ring.stage, ring.phase ^ 1);
+      load_tiles(item, i, ring.stage);
+      load_decays(item, i, ring.stage);
+      ring.Advance(Shape::kStages);
+    }
+    index += gridDim.x;
+    if (index >= items) break;
+    item = SegmentItem<kWarpgroups>(p, index);
+    i = 0;
+  }
+}
+
+// Grid x: as many blocks as run at once, or fewer; `items` in all.
 template <typename Element, int kWarpgroups>
 __global__ void __launch_bounds__(ChunkStatesShape<kWarpgroups>::kThreads,
                                   ChunkStatesShape<kWarpgroups>::kBlocksPerSM)
     ChunkStatesKernel(const __grid_constant__ CUtensorMap k_map,
                       const __grid_constant__ CUtensorMap v_map,
-                      const __grid_constant__ ForwardParams p) {
+                      const __grid_constant__ ForwardParams p, int items) {
   using Shape = ChunkStatesShape<kWarpgroups>;
-  ptx::AllowNextKernel();
   extern __shared__ char raw[];
   const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
   const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kStages;
@@ -94,47 +175,12 @@ __global__ void __launch_bounds__(ChunkStatesShape<kWarpgroups>::kThreads,
     ptx::BarrierInitFence();
   }
   __syncthreads();
-  ptx::WaitForPreviousKernel();
-
-  // Neighbouring blocks share K: value tile fastest, then head, K block, segment.
-  int rest = blockIdx.x;
-  const int value_tile = rest % p.value_tiles;
-  rest /= p.value_tiles;
-  const int head = rest % p.num_heads;
-  rest /= p.num_heads;
-  const int key_blocks = p.key_size / Shape::kRows;
-  const int key_block = rest % key_blocks;
-  const int segment = rest / key_blocks;
-  const SegmentPlace place = PlaceOfSegment(p.layout, segment);
-  const int first = place.index << p.layout.log_segment;  // chunk within the sequence
-  const int count = min(1 << p.layout.log_segment, place.num_chunks - first);
-  const std::size_t record = static_cast<std::size_t>(head) * p.layout.num_chunks +
-                             place.first_chunk + first;  // of the segment's first chunk
 
   const int warp_in_block = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp_in_block >= 4 * kWarpgroups) {
     ptx::LowerRegisters<24>();
     if (warp_in_block == 4 * kWarpgroups && lane == 0) {
-      const int group = (p.head_begin + head) / p.heads_per_group;
-      for (int i = 0; i < count; ++i) {
-        const int stage = i % Shape::kStages;
-        if (i >= Shape::kStages) {
-          ptx::BarrierWait(empty + 8 * stage, ((i / Shape::kStages) & 1) ^ 1);
-        }
-        const std::uint32_t bar = full + 8 * stage, tile = shared + stage * Shape::kStageBytes;
-        const int token = place.token + (first + i) * kChunk;
-        ptx::BarrierExpect(bar, Shape::kStageBytes + kDecayToEndBytes);
-#pragma unroll
-        for (int w = 0; w < kWarpgroups; ++w) {
-          ptx::LoadTile(tile + w * Shape::kTileBytes, &k_map, bar,
-                        key_block * Shape::kRows + 64 * w, group, token, place.batch);
-        }
-        ptx::LoadTile(tile + kWarpgroups * Shape::kTileBytes, &v_map, bar, value_tile * kValueTile,
-                      p.head_begin + head, token, place.batch);
-        ptx::LoadBytes(shared + Shape::kDecays + stage * kDecayToEndBytes,
-                       static_cast<const char*>(p.decay_to_end) + (record + i) * kDecayToEndBytes,
-                       kDecayToEndBytes, bar);
-      }
+      ProduceChunks<kWarpgroups>(shared, k_map, v_map, p, items);
     }
     return;
   }
@@ -142,95 +188,97 @@ __global__ void __launch_bounds__(ChunkStatesShape<kWarpgroups>::kThreads,
   ptx::RaiseRegisters<kWarpgroups == 2 ? 240 : 232>();
   const int warpgroup = warp_in_block / 4, warp = warp_in_block % 4;
   const std::uint32_t staging = shared + Shape::kOut + warp_in_block * 2048;
-  const int first_row = key_block * Shape::kRows + 64 * warpgroup + 16 * warp;
   const std::size_t tile_elements = static_cast<std::size_t>(p.key_size) * kValueTile;
-  using Storage = typename Element::Storage;
-  auto* slot = static_cast<Storage*>(p.node_states) +
-               (record * p.value_tiles + value_tile) * tile_elements + first_row * kTileColumns;
   const std::size_t slot_stride = p.value_tiles * tile_elements;
-  const bool writes_decay = value_tile == 0 && first_row == 0 && lane == 0;
-
-  if (first == 0) {  // slot 0 of the sequence: an empty node
-    ZeroRows(staging, 0, 16, lane, 32);
-    ptx::FenceAsyncShared();
-    __syncwarp();
-    if (lane == 0) {
-      ptx::StoreBytes(slot, staging, 2048);
-      ptx::CommitStores();
-    }
-    if (writes_decay) p.node_decay[record] = 0;
-  }
-
-  float pending[kMaxLogSegment][32], pending_decay[kMaxLogSegment];
+  using Storage = typename Element::Storage;
+  RingPosition ring;
 #pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    const int stage = i % Shape::kStages;
-    ptx::BarrierWait(full + 8 * stage, (i / Shape::kStages) & 1);
-    const std::uint32_t k_tile =
-        shared + stage * Shape::kStageBytes + warpgroup * Shape::kTileBytes;
-    const std::uint32_t v_tile =
-        shared + stage * Shape::kStageBytes + kWarpgroups * Shape::kTileBytes;
-    const std::uint32_t decays = shared + Shape::kDecays + stage * kDecayToEndBytes;
-    const int valid = place.length - (first + i) * kChunk;
-    if (valid < kChunk && p.layout.sequences != nullptr) {
-      // What lies past a packed sequence may be anything, NaN included; past a tensor's end the
-      // copy engine filled in zeros.
-      ZeroRows(k_tile, valid, kChunk, threadIdx.x % kWarpgroup, kWarpgroup);
-      ZeroRows(v_tile, valid, kChunk, threadIdx.x % kWarpgroup, kWarpgroup);
-      ptx::FenceAsyncShared();
-      ptx::NamedBarrier(1 + warpgroup, kWarpgroup);
-    }
-    float decay = ptx::LoadSharedF32(decays + 2 * kChunk);
-    float node[32];
-    ChunkState<Element>(node, k_tile, v_tile, decays, warp, lane);
-    if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
-
-    // A binary counter: the node takes in all pending ones that end where it begins.
-    const int merges = __ffs(i + 1) - 1;
-#pragma unroll
-    for (int level = 0; level < kMaxLogSegment; ++level) {
-      if (level < merges) {
-        const float factor = ptx::Exp2(decay);
-#pragma unroll
-        for (int n = 0; n < 32; ++n) node[n] += factor * pending[level][n];
-        decay += pending_decay[level];
-      }
-    }
-#pragma unroll
-    for (int level = 0; level < kMaxLogSegment; ++level) {
-      if (level == merges) {
-#pragma unroll
-        for (int n = 0; n < 32; ++n) pending[level][n] = node[n];
-        pending_decay[level] = decay;
-      }
-    }
-    if (i + 1 < count) {
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const SegmentItem<kWarpgroups> item(p, index);
+    const int first_row = item.key_block * Shape::kRows + 64 * warpgroup + 16 * warp;
+    auto* slot = static_cast<Storage*>(p.node_states) +
+                 (item.record * p.value_tiles + item.value_tile) * tile_elements +
+                 first_row * kTileColumns;
+    const bool writes_decay = item.value_tile == 0 && first_row == 0 && lane == 0;
+    if (item.first == 0) {  // slot 0 of the sequence: an empty node
       if (lane == 0) ptx::WaitStoresRead<0>();
       __syncwarp();
-      StoreAccumulator<Element>(staging, node, lane);
+      ZeroRows(staging, 0, 16, lane, 32);
       ptx::FenceAsyncShared();
       __syncwarp();
       if (lane == 0) {
-        ptx::StoreBytes(slot + (i + 1) * slot_stride, staging, 2048);
+        ptx::StoreBytes(slot, staging, 2048);
         ptx::CommitStores();
       }
-      if (writes_decay) p.node_decay[record + i + 1] = decay;
-    } else if (place.index + 1 < place.num_segments) {
-      float* out =
-          p.segment_states +
-          ((static_cast<std::size_t>(head) * p.layout.num_segments + segment) * p.value_tiles +
-           value_tile) *
-              tile_elements;
-      const int row = first_row + (lane >> 2);
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        *reinterpret_cast<float2*>(out + AccumulatorOffset(row, n, lane)) =
-            make_float2(node[4 * n], node[4 * n + 1]);
-        *reinterpret_cast<float2*>(out + AccumulatorOffset(row + 8, n, lane)) =
-            make_float2(node[4 * n + 2], node[4 * n + 3]);
+      if (writes_decay) p.node_decay[item.record] = 0;
+    }
+
+    float pending[kMaxLogSegment][32], pending_decay[kMaxLogSegment];
+#pragma unroll 1
+    for (int i = 0; i < item.count; ++i) {
+      ptx::BarrierWait(full + 8 * ring.stage, ring.phase);
+      const std::uint32_t tiles = shared + ring.stage * Shape::kStageBytes;
+      const std::uint32_t k_tile = tiles + warpgroup * Shape::kTileBytes;
+      const std::uint32_t v_tile = tiles + kWarpgroups * Shape::kTileBytes;
+      const std::uint32_t decays = shared + Shape::kDecays + ring.stage * kDecayToEndBytes;
+      const int valid = item.place.length - (item.first + i) * kChunk;
+      if (valid < kChunk && p.layout.sequences != nullptr) {
+        // What lies past a packed sequence may be anything, NaN included; past a tensor's end the
+        // copy engine filled in zeros.
+        ZeroRows(k_tile, valid, kChunk, threadIdx.x % kWarpgroup, kWarpgroup);
+        ZeroRows(v_tile, valid, kChunk, threadIdx.x % kWarpgroup, kWarpgroup);
+        ptx::FenceAsyncShared();
+        ptx::NamedBarrier(1 + warpgroup, kWarpgroup);
       }
-      if (writes_decay) {
-        p.segment_decay[static_cast<std::size_t>(head) * p.layout.num_segments + segment] = decay;
+      float decay = ptx::LoadSharedF32(decays + 2 * kChunk);
+      float node[32];
+      ChunkState<Element>(node, k_tile, v_tile, decays, warp, lane);
+      if (lane == 0) ptx::BarrierArrive(empty + 8 * ring.stage);
+      ring.Advance(Shape::kStages);
+
+      // A binary counter: the node takes in all pending ones that end where it begins.
+      const int merges = __ffs(i + 1) - 1;
+#pragma unroll
+      for (int level = 0; level < kMaxLogSegment; ++level) {
+        if (level < merges) {
+          const float factor = ptx::Exp2(decay);
+#pragma unroll
+          for (int n = 0; n < 32; ++n) node[n] += factor * pending[level][n];
+          decay += pending_decay[level];
+        }
+      }
+#pragma unroll
+      for (int level = 0; level < kMaxLogSegment; ++level) {
+        if (level == merges) {
+#pragma unroll
+          for (int n = 0; n < 32; ++n) pending[level][n] = node[n];
+          pending_decay[level] = decay;
+        }
+      }
+      if (i + 1 < item.count) {
+        if (lane == 0) ptx::WaitStoresRead<0>();
+        __syncwarp();
+        StoreAccumulator<Element>(staging, node, lane);
+        ptx::FenceAsyncShared();
+        __syncwarp();
+        if (lane == 0) {
+          ptx::StoreBytes(slot + (i + 1) * slot_stride, staging, 2048);
+          ptx::CommitStores();
+        }
+        if (writes_decay) p.node_decay[item.record + i + 1] = decay;
+      } else if (item.place.index + 1 < item.place.num_segments) {
+        const std::size_t segment =
+            static_cast<std::size_t>(item.head) * p.layout.num_segments + item.segment;
+        float* out = p.segment_states + (segment * p.value_tiles + item.value_tile) * tile_elements;
+        const int row = first_row + (lane >> 2);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          *reinterpret_cast<float2*>(out + AccumulatorOffset(row, n, lane)) =
+              make_float2(node[4 * n], node[4 * n + 1]);
+          *reinterpret_cast<float2*>(out + AccumulatorOffset(row + 8, n, lane)) =
+              make_float2(node[4 * n + 2], node[4 * n + 3]);
+        }
+        if (writes_decay) p.segment_decay[segment] = decay;
       }
     }
   }

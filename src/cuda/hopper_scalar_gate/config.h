@@ -21,6 +21,11 @@ inline constexpr int kMaxNodes = 16;
 // Levels that level_scales may have: a tile of 128 tokens of them passes through shared memory.
 inline constexpr int kMaxLevels = 96;
 
+// Shared memory of the output kernel for level scales: two tiles of 148 columns (8 heads of 18
+// levels) in flight, or up to eight smaller ones.
+inline constexpr int kScalesBytes = 2 * 148 * 2 * kChunk;
+inline constexpr int kMaxScalesStages = 8;
+
 // Chunks in a segment, at most 2^kMaxLogSegment: one block merges a segment's tree in registers, a
 // pending fp32 tile (32 registers) for each of its levels.
 inline constexpr int kMaxLogSegment = 4;

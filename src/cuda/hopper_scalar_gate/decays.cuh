@@ -17,8 +17,8 @@ inline constexpr int kDecayThreads = 32 * kDecayHeads;
 template <typename Element>
 __global__ void __launch_bounds__(kDecayThreads)
     DecaysKernel(const __grid_constant__ ForwardParams p) {
-  ptx::AllowNextKernel();
   ptx::WaitForPreviousKernel();
+  ptx::AllowNextKernel();
   __shared__ float gates[kChunk][kDecayHeads + 1];
   const int blocks_per_chunk = DivideUp(p.num_heads, kDecayHeads);
   const int chunk = blockIdx.x / blocks_per_chunk;

@@ -43,6 +43,7 @@ ForwardParams SetUpForward(const ForwardPlan& plan, const ForwardWorkspace& w, c
   p.levels = static_cast<int>(inputs.level_scales.size(3));
   p.weight_rows = plan.weight_rows;
   p.heads_per_block = plan.heads_per_block;
+  p.multiprocessors = plan.multiprocessors;
   p.scale = static_cast<float>(inputs.scale);
   p.g = static_cast<const float*>(inputs.g.data);
   p.g_batch_stride = inputs.g.stride(0);
@@ -96,6 +97,10 @@ void Forward(const Inputs& inputs, const TensorView& o, const StateView& final_s
   maps.k = MapTensor(inputs.k, kChunk);
   maps.v = MapTensor(inputs.v, kChunk);
   if (params.o_mapped) maps.o = MapTensor(o, 16);
+  params.scales_tile_heads = plan.scales_tile_heads;
+  if (plan.scales_tile_heads != 0) {
+    maps.scales = MapHeads(inputs.level_scales, kChunk, plan.scales_tile_heads);
+  }
 
   const int heads = static_cast<int>(inputs.v.size(2));
   for (int head = 0; head < heads; head += plan.heads_per_pass) {

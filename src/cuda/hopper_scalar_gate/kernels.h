@@ -11,6 +11,7 @@ namespace fenwick::cuda::hopper {
 
 struct ForwardMaps {
   CUtensorMap q, k, v, o;  // o is unused where ForwardParams::o_mapped is false
+  CUtensorMap scales;      // unused where ForwardParams::scales_tile_heads is 0
 };
 
 // Passes 0, 1, 1b and 1c. scales: type of level_scales.

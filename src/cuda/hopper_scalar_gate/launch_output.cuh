@@ -16,7 +16,7 @@ void LaunchOutput(const ForwardParams& p, const ForwardMaps& maps, cudaStream_t 
       (heads_in_group + p.heads_per_block - 1) / p.heads_per_block * (p.num_heads / heads_in_group);
   LaunchDependent("output", OutputKernel<Element, kKeySize>, runs * p.layout.num_chunks,
                   kOutputThreads, OutputShape<kKeySize>::kSharedBytes, stream, maps.q, maps.k,
-                  maps.v, maps.o, p);
+                  maps.v, maps.o, maps.scales, p);
 }
 
 }  // namespace fenwick::cuda::hopper

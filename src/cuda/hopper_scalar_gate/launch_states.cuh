@@ -1,5 +1,9 @@
-// Launches of passes 0, 1 and 1b.
+// Launches of passes 0, 1 and 1b. Each kernel lets the next one start only after it has itself
+// waited for the one before: when a kernel starts, all but its immediate predecessor have ended,
+// and what does not depend on that one may be read, and written, before waiting.
 #pragma once
+
+#include <algorithm>
 
 #include "cuda/hopper_scalar_gate/chunk_states.cuh"
 #include "cuda/hopper_scalar_gate/decays.cuh"
@@ -21,10 +25,12 @@ void LaunchWeights(const ForwardParams& p, cudaStream_t stream) {
 template <typename Element, int kWarpgroups>
 void LaunchChunkStates(const ForwardParams& p, const ForwardMaps& maps, cudaStream_t stream) {
   using Shape = ChunkStatesShape<kWarpgroups>;
-  const std::int64_t blocks = std::int64_t{p.layout.num_segments} * p.num_heads * p.value_tiles *
-                              (p.key_size / Shape::kRows);
-  LaunchDependent("chunk states", ChunkStatesKernel<Element, kWarpgroups>, blocks, Shape::kThreads,
-                  Shape::kSharedBytes, stream, maps.k, maps.v, p);
+  const std::int64_t items = std::int64_t{p.layout.num_segments} * p.num_heads * p.value_tiles *
+                             (p.key_size / Shape::kRows);
+  const std::int64_t resident = std::int64_t{p.multiprocessors} * Shape::kBlocksPerSM;
+  LaunchDependent("chunk states", ChunkStatesKernel<Element, kWarpgroups>,
+                  std::min(items, resident), Shape::kThreads, Shape::kSharedBytes, stream, maps.k,
+                  maps.v, p, static_cast<int>(items));
 }
 
 template <typename Element>
@@ -47,6 +53,7 @@ void LaunchStates(const ForwardParams& p, DType scales, const ForwardMaps& maps,
                                                 : SegmentTreeKernel<Element, kMaxSegmentLevels>,
                     blocks, kTreeThreads, 0, stream, p);
   }
+  if (p.scales_tile_heads != 0) return;
   if (scales == DType::kFloat32) {
     LaunchWeights<float>(p, stream);
   } else {

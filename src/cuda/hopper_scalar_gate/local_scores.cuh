@@ -19,12 +19,6 @@ struct LocalScores {
   std::uint32_t corner[3];  // the warp's block on the diagonal, its upper right 8x8 left out
 };
 
-// A fragments of P: [block of 16 keys][register].
-struct LocalWeights {
-  std::uint32_t left[4][4];
-  std::uint32_t own[4][4];
-};
-
 // Where a lane stands. Rows t0 and t0 + 8 of the chunk; columns 2 * pair, + 1, + 8, + 9 of a block.
 struct LanePlace {
   int warpgroup, warp, lane;
@@ -35,14 +29,18 @@ struct LanePlace {
 
 inline constexpr int kWeightPitch = 2 * kChunk;     // bytes of a weight row
 inline constexpr int kDecayBytes = 2 * kChunk * 4;  // local_decay of a head
-inline constexpr int kHeadBytes = kDecayBytes + (kLocalLevels + kMaxNodes) * kWeightPitch;
 
-// Weight rows (weights.cuh) and local_decay of one head, in shared memory.
+// Level scales and local_decay of one head, in shared memory: either rows of 128 weights
+// (weights.cuh), or a tile of level_scales as it is in memory.
 struct HeadWeights {
-  std::uint32_t rows;
+  std::uint32_t scales;
   std::uint32_t decay;
+  int level_stride, token_stride;  // bytes
+  int last_level;                  // levels beyond it are read as it
+  float scale;                     // what remains to be multiplied in
   __device__ __forceinline__ float Level(int level, int t) const {
-    return ptx::LoadSharedBF16(rows + level * kWeightPitch + 2 * t);
+    return scale *
+           ptx::LoadSharedBF16(scales + min(level, last_level) * level_stride + t * token_stride);
   }
   __device__ __forceinline__ float Decay(int t) const { return ptx::LoadSharedF32(decay + 4 * t); }
 };
@@ -90,9 +88,10 @@ __device__ __forceinline__ void WeightCorner(std::uint32_t (&p)[4],
                  keep1 ? E::High(scores[2]) * b_l1 * Exp2(a1 - high.y) : 0.f);
 }
 
+// P of the warpgroup's own 64 keys, as A fragments [block of 16 keys][register].
 template <typename Element>
-__device__ __forceinline__ void WeightScores(LocalWeights& p, const LocalScores& scores,
-                                             const HeadWeights& head, const LanePlace& at) {
+__device__ __forceinline__ void WeightOwn(std::uint32_t (&p)[4][4], const LocalScores& scores,
+                                          const HeadWeights& head, const LanePlace& at) {
   const float a0 = head.Decay(at.t0), a1 = head.Decay(at.t0 + 8);
   std::uint32_t corner[4];
   WeightCorner<Element>(corner, scores.corner, head, at, a0, a1);
@@ -102,27 +101,25 @@ __device__ __forceinline__ void WeightScores(LocalWeights& p, const LocalScores&
   for (int j = 0; j < 4; ++j) {
     if (j < 3 && j < at.warp) {
       const bool far = (at.warp ^ j) >= 2;
-      WeightBlock<Element>(p.own[j], scores.below + 4 * (j < 3 ? j : 0), head,
+      WeightBlock<Element>(p[j], scores.below + 4 * (j < 3 ? j : 0), head,
                            64 * at.warpgroup + 16 * j, at.pair, a0, a1, far ? a_l6 : a_l5,
                            far ? b_l6 : b_l5);
     } else {
 #pragma unroll
-      for (int u = 0; u < 4; ++u) p.own[j][u] = j == at.warp ? corner[u] : 0;
+      for (int u = 0; u < 4; ++u) p[j][u] = j == at.warp ? corner[u] : 0;
     }
   }
-  if (at.warpgroup == 1) {
-    const float a_l7 = head.Level(7, at.t0), b_l7 = head.Level(7, at.t0 + 8);
+}
+
+// P of keys 0..63 in warpgroup 1.
+template <typename Element>
+__device__ __forceinline__ void WeightLeft(std::uint32_t (&p)[4][4], const LocalScores& scores,
+                                           const HeadWeights& head, const LanePlace& at) {
+  const float a0 = head.Decay(at.t0), a1 = head.Decay(at.t0 + 8);
+  const float a_l7 = head.Level(7, at.t0), b_l7 = head.Level(7, at.t0 + 8);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      WeightBlock<Element>(p.left[j], scores.left + 4 * j, head, 16 * j, at.pair, a0, a1, a_l7,
-                           b_l7);
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int u = 0; u < 4; ++u) p.left[j][u] = 0;
-    }
+  for (int j = 0; j < 4; ++j) {
+    WeightBlock<Element>(p[j], scores.left + 4 * j, head, 16 * j, at.pair, a0, a1, a_l7, b_l7);
   }
 }
 

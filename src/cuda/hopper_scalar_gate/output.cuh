@@ -1,14 +1,17 @@
 // Pass 2: the output of one chunk for a run of heads that share q and k,
 //
-//   o[t] = sum_{s in chunk} P[t, s] v[s]  +  sum_i w_i[t] * (q[t]^T S_i)
+//   o[t] = sum_i (w_i[t] q[t])^T S_i  +  sum_{s in chunk} P[t, s] v[s]
 //
-// where S_i are the nodes that the chunk reads (slots c, c & (c-1), ...) and w_i their weights
-// (weights.cuh). q k^T is computed once and kept in registers. Two consumer warpgroups own 64 rows
-// each; a producer warp feeds them.
+// where S_i are the nodes that the chunk reads (slots c, c & (c-1), ...) and
+//   w_i[t] = scale * lambda[t, level of node i] * 2^(gap_i + a[t])
+// their weights: gap_i is the log2 decay of the nodes between node i and the chunk, a[t] that of
+// the chunk through t (pass 0). q and the scores q k^T stay in registers; weighted, they are the A
+// operands of products that all add to one accumulator, so the tensor cores work on one product
+// while the operands of the next are weighted. Two consumer warpgroups own 64 rows each; a producer
+// warp streams tiles through a ring, another one sums the gaps.
 //
-// Ring order, per head and value tile: (S_0, S_1), (V, S_2 if the count is odd), (S, S) ... with at
-// least two nodes: missing ones read the empty slot 0 with weight 0. The product with a head's
-// first two nodes runs under the weighting of its scores and the previous head's store.
+// Ring order: q, k; then for each head and value tile its nodes (at least one: without any, the
+// empty slot 0 with weight 0) and V.
 #pragma once
 
 #include <cuda.h>
@@ -22,6 +25,7 @@
 #include "cuda/ptx/sync.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/element.cuh"
+#include "cuda/tile/ring.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace fenwick::cuda::hopper {
@@ -31,143 +35,215 @@ inline constexpr int kOutputThreads = 3 * kWarpgroup;
 // Shared memory of the output kernel, as byte offsets.
 template <int kKeySize>
 struct OutputShape {
-  static constexpr int kSlabs = kKeySize / kTileColumns;        // 64-column tiles of q and k
-  static constexpr int kSlabBytes = kChunk * kTileRowBytes;     // 16 KB
-  static constexpr int kStateBytes = kKeySize * kTileRowBytes;  // one node, one value tile
-  static constexpr int kValueBytes = kChunk * kTileRowBytes;
-  // A stage holds two nodes, or V and a node, or (the first) k.
-  static constexpr int kStageBytes =
-      kStateBytes + (kStateBytes > kValueBytes ? kStateBytes : kValueBytes);
-  static constexpr int kStages = kKeySize == 256 ? 2 : 4;
-  static constexpr int kHeadStages = kKeySize == 256 ? 2 : 4;  // weights of heads in flight
-  static constexpr int kRing = kSlabs * kSlabBytes;            // after q
-  static constexpr int kHeads = kRing + kStages * kStageBytes;
-  static constexpr int kOut = kHeads + kHeadStages * kHeadBytes;  // 2 KB a warp
-  static constexpr int kBarriers = kOut + 2 * 8192;
-  static constexpr int kSharedBytes = kBarriers + (2 * kStages + 2 * kHeadStages + 1) * 8 + 1024;
-  static_assert(kStageBytes >= kSlabs * kSlabBytes, "k passes through the ring");
+  static constexpr int kSlabs = kKeySize / kTileColumns;     // 64-column tiles of q and k
+  static constexpr int kSlabBytes = kChunk * kTileRowBytes;  // 16 KB, as a value tile
+  static constexpr int kStateBytes = kKeySize * kTileRowBytes;
+  // A stage holds one node, one value tile, or one or two slabs of q or k.
+  static constexpr int kStageBytes = kStateBytes > kSlabBytes ? kStateBytes : kSlabBytes;
+  static constexpr int kStages = (128 << 10) / kStageBytes;
+  static constexpr int kSlabsPerStage = kStageBytes / kSlabBytes;
+  static constexpr int kQueryStages = kSlabs / kSlabsPerStage;
+  static constexpr int kHeadStages = 4;  // heads whose decays are in flight
+  static constexpr int kHeadBytes = kDecayBytes + 4 * kMaxNodes;  // local_decay, gaps
+  static constexpr int kOut = kStages * kStageBytes;              // 2 KB a warp, swizzled
+  static constexpr int kScales = kOut + 8 * 2048;
+  static constexpr int kHeads = kScales + kScalesBytes;
+  static constexpr int kNodeOffsets = kHeads + kHeadStages * kHeadBytes;  // [kMaxNodes]
+  static constexpr int kBarriers = kNodeOffsets + 4 * kMaxNodes;
+  static constexpr int kNumBarriers = 2 * (kStages + kHeadStages + kMaxScalesStages);
+  static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers + 1024;
+  static_assert(kStages >= 2 * kQueryStages, "q and k pass through the ring");
   static_assert(kSharedBytes <= 232448, "shared memory of an SM");
 };
 
-// What both roles know about the block's work.
+// What all roles know about the block's work.
 struct OutputBlock {
   ChunkPlace place;
   int first_head;  // within the head group
   int heads;
   int nodes;         // that the chunk reads
-  int padded;        // nodes, at least 2
   int garbage_from;  // rows of the tiles from here on belong to another sequence
   std::size_t chunk;
 };
 
+// Pairs of barriers, full and empty, of the three rings: tiles, heads' decays, level scales.
 template <int kKeySize>
 struct OutputBarriers {
   using Shape = OutputShape<kKeySize>;
-  std::uint32_t full, empty, query;
-  std::uint32_t head_full, head_empty;  // of the heads' weights
+  std::uint32_t full, empty, head_full, head_empty, scales_full, scales_empty;
   __device__ __forceinline__ explicit OutputBarriers(std::uint32_t shared)
       : full(shared + Shape::kBarriers),
         empty(full + 8 * Shape::kStages),
-        query(empty + 8 * Shape::kStages),
-        head_full(query + 8),
-        head_empty(head_full + 8 * Shape::kHeadStages) {}
+        head_full(empty + 8 * Shape::kStages),
+        head_empty(head_full + 8 * Shape::kHeadStages),
+        scales_full(head_empty + 8 * Shape::kHeadStages),
+        scales_empty(scales_full + 8 * kMaxScalesStages) {}
+
+  __device__ __forceinline__ void Init() const {
+    for (int i = 0; i < Shape::kStages; ++i) {
+      ptx::BarrierInit(full + 8 * i, 1);
+      ptx::BarrierInit(empty + 8 * i, 8);
+    }
+    for (int i = 0; i < Shape::kHeadStages; ++i) {
+      ptx::BarrierInit(head_full + 8 * i, 2);  // decays by the copy engine, gaps by a warp
+      ptx::BarrierInit(head_empty + 8 * i, 8);
+    }
+    for (int i = 0; i < kMaxScalesStages; ++i) {
+      ptx::BarrierInit(scales_full + 8 * i, 1);
+      ptx::BarrierInit(scales_empty + 8 * i, 8);
+    }
+    ptx::BarrierInitFence();
+  }
 };
 
-// Producer: one thread.
+// Where the level scales of the block's heads come from: tiles of scales_tile_heads heads, or rows
+// of weights, one head a tile.
+struct ScalesTiles {
+  int heads;   // of a tile
+  int bytes;   // of a stage
+  int stages;  // in flight
+  __device__ __forceinline__ explicit ScalesTiles(const ForwardParams& p) {
+    const bool tiled = p.scales_tile_heads != 0;
+    heads = tiled ? p.scales_tile_heads : 1;
+    bytes = tiled ? heads * p.levels * 2 * kChunk : p.weight_rows * kWeightPitch;
+    bytes = (bytes + 127) & ~127;
+    stages = min(kMaxScalesStages, kScalesBytes / bytes);
+  }
+};
+
+// Producer of the tiles: one thread.
 template <int kKeySize>
 struct OutputProducer {
   using Shape = OutputShape<kKeySize>;
   std::uint32_t shared;
   OutputBarriers<kKeySize> barriers;
-  int iteration = 0;
+  RingPosition ring, scales;
 
   // The next stage's barrier, once its previous contents are used up; sets `stage` to its address.
   __device__ __forceinline__ std::uint32_t Acquire(std::uint32_t& stage) {
-    const int slot = iteration % Shape::kStages, round = iteration / Shape::kStages;
-    if (round > 0) ptx::BarrierWait(barriers.empty + 8 * slot, (round & 1) ^ 1);
-    ++iteration;
-    stage = shared + Shape::kRing + slot * Shape::kStageBytes;
-    return barriers.full + 8 * slot;
+    const std::uint32_t bar = barriers.full + 8 * ring.stage;
+    ptx::BarrierWait(barriers.empty + 8 * ring.stage, ring.phase ^ 1);
+    stage = shared + ring.stage * Shape::kStageBytes;
+    ring.Advance(Shape::kStages);
+    return bar;
+  }
+
+  __device__ __forceinline__ void LoadSlabs(const CUtensorMap& map, int group,
+                                            const ChunkPlace& place) {
+    for (int slab = 0; slab < Shape::kSlabs; slab += Shape::kSlabsPerStage) {
+      std::uint32_t stage;
+      const std::uint32_t bar = Acquire(stage);
+      ptx::BarrierExpect(bar, Shape::kSlabsPerStage * Shape::kSlabBytes);
+      for (int i = 0; i < Shape::kSlabsPerStage; ++i) {
+        ptx::LoadTile(stage + i * Shape::kSlabBytes, &map, bar, 64 * (slab + i), group, place.token,
+                      place.batch);
+      }
+    }
   }
 
   __device__ void Run(const CUtensorMap& q_map, const CUtensorMap& k_map, const CUtensorMap& v_map,
-                      const ForwardParams& p, const OutputBlock& block) {
-    const int group = (p.head_begin + block.first_head) / p.heads_per_group;
+                      const CUtensorMap& scales_map, const ForwardParams& p,
+                      const OutputBlock& block) {
+    const int first_head = p.head_begin + block.first_head;
     const ChunkPlace& place = block.place;
-    std::uint32_t stage;
-    std::uint32_t bar = Acquire(stage);
-    ptx::BarrierExpect(barriers.query, Shape::kSlabs * Shape::kSlabBytes);
-    ptx::BarrierExpect(bar, Shape::kSlabs * Shape::kSlabBytes);
-    for (int i = 0; i < Shape::kSlabs; ++i) {
-      ptx::LoadTile(shared + i * Shape::kSlabBytes, &q_map, barriers.query, 64 * i, group,
-                    place.token, place.batch);
-      ptx::LoadTile(stage + i * Shape::kSlabBytes, &k_map, bar, 64 * i, group, place.token,
-                    place.batch);
-    }
+    LoadSlabs(q_map, first_head / p.heads_per_group, place);
+    LoadSlabs(k_map, first_head / p.heads_per_group, place);
+    ptx::WaitForPreviousKernel();
+
+    const ScalesTiles tiles(p);
     const std::size_t chunks = p.layout.num_chunks;
     const std::size_t slot_bytes = static_cast<std::size_t>(p.value_tiles) * Shape::kStateBytes;
+    RingPosition decays;
     for (int head = 0; head < block.heads; ++head) {
       const std::size_t head_row = (block.first_head + head) * chunks;
-      LoadHead(p, block.nodes, head, head_row + block.chunk);
+      const std::size_t record = head_row + block.chunk;
+      ptx::BarrierWait(barriers.head_empty + 8 * decays.stage, decays.phase ^ 1);
+      const std::uint32_t head_full = barriers.head_full + 8 * decays.stage;
+      ptx::BarrierExpect(head_full, kDecayBytes);
+      ptx::LoadBytes(shared + Shape::kHeads + decays.stage * Shape::kHeadBytes,
+                     p.local_decay + record * 2 * kChunk, kDecayBytes, head_full);
+      decays.Advance(Shape::kHeadStages);
+      if (head == 0 || (first_head + head) % tiles.heads == 0) {
+        LoadScales(scales_map, p, tiles, block, first_head + head, record);
+      }
       for (int value_tile = 0; value_tile < p.value_tiles; ++value_tile) {
         const char* states = static_cast<const char*>(p.node_states) +
                              (head_row + place.first_chunk) * slot_bytes +
                              value_tile * Shape::kStateBytes;
+        std::uint32_t stage, bar;
         int end = place.index;
-        const auto load_node = [&](std::uint32_t to) {
-          ptx::LoadBytes(to, states + end * slot_bytes, Shape::kStateBytes, bar);
-          end &= end - 1;
-        };
-        bar = Acquire(stage);
-        ptx::BarrierExpect(bar, 2 * Shape::kStateBytes);
-        load_node(stage);
-        load_node(stage + Shape::kStateBytes);
-        bar = Acquire(stage);
-        const bool odd = block.padded & 1;
-        ptx::BarrierExpect(bar, Shape::kValueBytes + (odd ? Shape::kStateBytes : 0));
-        ptx::LoadTile(stage, &v_map, bar, value_tile * kValueTile,
-                      p.head_begin + block.first_head + head, place.token, place.batch);
-        if (odd) load_node(stage + Shape::kValueBytes);
-        for (int i = (block.padded - 2) / 2; i > 0; --i) {
+        do {
           bar = Acquire(stage);
-          ptx::BarrierExpect(bar, 2 * Shape::kStateBytes);
-          load_node(stage);
-          load_node(stage + Shape::kStateBytes);
-        }
+          ptx::BarrierExpect(bar, Shape::kStateBytes);
+          ptx::LoadBytes(stage, states + end * slot_bytes, Shape::kStateBytes, bar);
+          end &= end - 1;
+        } while (end != 0);
+        bar = Acquire(stage);
+        ptx::BarrierExpect(bar, Shape::kSlabBytes);
+        ptx::LoadTile(stage, &v_map, bar, value_tile * kValueTile, first_head + head, place.token,
+                      place.batch);
       }
     }
-    // The consumers' loop runs ahead by one product and one V, whose results are not used.
-    for (int i = 0; i < 2; ++i) ptx::BarrierArrive(Acquire(stage));
   }
 
-  __device__ __forceinline__ void LoadHead(const ForwardParams& p, int nodes, int head,
-                                           std::size_t record) {
-    const int slot = head % Shape::kHeadStages, round = head / Shape::kHeadStages;
-    if (round > 0) ptx::BarrierWait(barriers.head_empty + 8 * slot, (round & 1) ^ 1);
-    const std::uint32_t bar = barriers.head_full + 8 * slot;
-    const std::uint32_t to = shared + Shape::kHeads + slot * kHeadBytes;
-    const std::uint32_t weight_bytes = (kLocalLevels + nodes) * kWeightPitch;
-    ptx::BarrierExpect(bar, kDecayBytes + weight_bytes);
-    ptx::LoadBytes(to, p.local_decay + record * 2 * kChunk, kDecayBytes, bar);
-    ptx::LoadBytes(to + kDecayBytes, p.weights + record * p.weight_rows * kChunk, weight_bytes,
-                   bar);
+  // head: of all heads; record: of its weights.
+  __device__ __forceinline__ void LoadScales(const CUtensorMap& map, const ForwardParams& p,
+                                             const ScalesTiles& tiles, const OutputBlock& block,
+                                             int head, std::size_t record) {
+    ptx::BarrierWait(barriers.scales_empty + 8 * scales.stage, scales.phase ^ 1);
+    const std::uint32_t bar = barriers.scales_full + 8 * scales.stage;
+    const std::uint32_t to = shared + Shape::kScales + scales.stage * tiles.bytes;
+    scales.Advance(tiles.stages);
+    if (p.scales_tile_heads != 0) {
+      ptx::BarrierExpect(bar, tiles.heads * p.levels * 2 * kChunk);
+      ptx::LoadTile(to, &map, bar, head / tiles.heads * tiles.heads * p.levels, 0,
+                    block.place.token, block.place.batch);
+    } else {
+      const std::uint32_t bytes = (kLocalLevels + block.nodes) * kWeightPitch;
+      ptx::BarrierExpect(bar, bytes);
+      ptx::LoadBytes(to, p.weights + record * p.weight_rows * kChunk, bytes, bar);
+    }
   }
 };
 
-// o += w * y for the two rows of this lane; y: 32 accumulators of `products` from kFirst.
-template <int kFirst>
-__device__ __forceinline__ void AddScaled(float (&o)[32], const float (&products)[64], float wa,
-                                          float wb) {
+// Sums the gaps of each head's nodes: one warp.
+template <int kKeySize>
+__device__ __forceinline__ void SumGaps(std::uint32_t shared,
+                                        const OutputBarriers<kKeySize>& barriers,
+                                        const ForwardParams& p, const OutputBlock& block,
+                                        int lane) {
+  using Shape = OutputShape<kKeySize>;
+  ptx::WaitForPreviousKernel();
+  int end = block.place.index;
+  for (int i = 0; i < lane; ++i) end &= end - 1;  // this lane's node
+  const float* decay = p.node_decay +
+                       static_cast<std::size_t>(block.first_head) * p.layout.num_chunks +
+                       block.place.first_chunk + end;
+  RingPosition slot;
+  for (int head = 0; head < block.heads; ++head) {
+    // Rows of weights have the gaps in them.
+    const float own = p.scales_tile_heads != 0 && end != 0 ? *decay : 0.f;
+    decay += p.layout.num_chunks;
+    float sum = own;
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    o[4 * n] += wa * products[kFirst + 4 * n];
-    o[4 * n + 1] += wa * products[kFirst + 4 * n + 1];
-    o[4 * n + 2] += wb * products[kFirst + 4 * n + 2];
-    o[4 * n + 3] += wb * products[kFirst + 4 * n + 3];
+    for (int step = 1; step < kMaxNodes; step <<= 1) {
+      const float before = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += before;
+    }
+    const float before = __shfl_up_sync(~0u, sum, 1);
+    ptx::BarrierWait(barriers.head_empty + 8 * slot.stage, slot.phase ^ 1);
+    if (lane < kMaxNodes) {
+      ptx::StoreSharedF32(
+          shared + Shape::kHeads + slot.stage * Shape::kHeadBytes + kDecayBytes + 4 * lane,
+          lane == 0 ? 0.f : before);
+    }
+    __syncwarp();
+    if (lane == 0) ptx::BarrierArrive(barriers.head_full + 8 * slot.stage);
+    slot.Advance(Shape::kHeadStages);
   }
 }
 
-// Scores of the warpgroup's rows with the chunk's k (in ring stage 0).
+// Scores of the warpgroup's rows with the chunk's k.
 template <typename Element, int kKeySize>
 __device__ __forceinline__ void ComputeScores(LocalScores& scores, std::uint64_t q,
                                               std::uint32_t k_tile, const LanePlace& at) {
@@ -207,103 +283,97 @@ __device__ __forceinline__ void ComputeScores(LocalScores& scores, std::uint64_t
 template <typename Element, int kKeySize>
 struct OutputConsumer {
   using Shape = OutputShape<kKeySize>;
+  static constexpr int kSlabs = Shape::kSlabs;
+  // A operands of four wgmma steps: 64 columns of weighted q, or 64 keys of P.
+  using Operand = std::uint32_t[4][4];
+
   std::uint32_t shared;
   OutputBarriers<kKeySize> barriers;
   LanePlace at;
-  std::uint64_t q;    // descriptor of this warpgroup's rows
-  int iteration = 0;  // ring stage next to be used
-  // Reading position in the nodes of the current head.
-  std::uint32_t weight;
-  int nodes_left;
+  RingPosition ring;
+  std::uint32_t q[4 * kSlabs][4];
+  LocalScores scores;
 
-  __device__ __forceinline__ std::uint32_t WaitStage() {
-    const int slot = iteration % Shape::kStages;
-    ptx::BarrierWait(barriers.full + 8 * slot, (iteration / Shape::kStages) & 1);
-    ++iteration;
-    return shared + Shape::kRing + slot * Shape::kStageBytes;
+  __device__ __forceinline__ std::uint32_t WaitStage() const {
+    ptx::BarrierWait(barriers.full + 8 * ring.stage, ring.phase);
+    return shared + ring.stage * Shape::kStageBytes;
   }
-  __device__ __forceinline__ void ReleaseStage(int used) {
-    if (at.lane == 0) ptx::BarrierArrive(barriers.empty + 8 * (used % Shape::kStages));
+  // Gives back the stage that was waited for and moves on.
+  __device__ __forceinline__ void ReleaseStage() {
+    if (at.lane == 0) ptx::BarrierArrive(barriers.empty + 8 * ring.stage);
+    ring.Advance(Shape::kStages);
   }
 
-  static constexpr int kSteps = kKeySize / 16;
-  static __device__ __forceinline__ int QueryStep(int j) {
-    return (j / 4) * (Shape::kSlabBytes / 16) + (j % 4) * kStepColumns16;
-  }
-
-  // Starts products = q (S S') with the two nodes of the next stage.
-  __device__ __forceinline__ void StartPair(float (&products)[64]) {
-    const std::uint64_t states = TileDescriptor(WaitStage(), Shape::kStateBytes);
-    ptx::PinRegisters(products);
-    ptx::WgmmaFence();
+  // Reads q and k: the operands of everything that follows.
+  __device__ __forceinline__ void LoadQueries() {
+    for (int i = 0; i < 2 * Shape::kQueryStages; ++i) {
+      ptx::BarrierWait(barriers.full + 8 * i, 0);
+    }
+    const int row = 64 * at.warpgroup + 16 * at.warp + MatrixRow(at.lane);
 #pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      ptx::WgmmaShared<Element, false, true>(products, q + QueryStep(j), states + j * kStepRows16,
-                                             j > 0);
+    for (int j = 0; j < 4 * kSlabs; ++j) {
+      ptx::LoadMatrix4(q[j], shared + j / 4 * Shape::kSlabBytes +
+                                 SwizzledOffset(row, 2 * (j % 4) + MatrixGroup(at.lane)));
     }
-    ptx::WgmmaCommit();
+    ComputeScores<Element, kKeySize>(scores,
+                                     TileDescriptor(shared + 64 * at.warpgroup * kTileRowBytes),
+                                     shared + kSlabs * Shape::kSlabBytes, at);
+    for (int i = 0; i < 2 * Shape::kQueryStages; ++i) ReleaseStage();
   }
 
-  // The same for one node, into the first half of `products`.
-  __device__ __forceinline__ void StartSingle(float (&products)[64], std::uint32_t state) {
-    const std::uint64_t states = TileDescriptor(state);
-    ptx::PinRegisters(products);
-    ptx::WgmmaFence();
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      ptx::WgmmaShared<Element, false, true>(reinterpret_cast<float(&)[32]>(products),
-                                             q + QueryStep(j), states + j * kStepRows16, j > 0);
-    }
-    ptx::WgmmaCommit();
-  }
-
-  // Weights of the next node for this lane's two rows; 0 once all nodes are read.
-  __device__ __forceinline__ float2 NextWeights() {
-    // Loaded even where not used: selecting is cheaper than branching while wgmma runs.
-    float2 w = make_float2(ptx::LoadSharedBF16(weight), ptx::LoadSharedBF16(weight + 16));
-    w.x = nodes_left > 0 ? w.x : 0.f;
-    w.y = nodes_left > 0 ? w.y : 0.f;
-    --nodes_left;
-    weight += kWeightPitch;
-    return w;
-  }
-
-  // o = P V. V's rows from `valid` on are zeroed first.
-  __device__ __forceinline__ void StartLocal(float (&o)[32], LocalWeights& weights,
-                                             std::uint32_t v_tile, int valid) {
-    if (valid < kChunk) {
-      ZeroRows(v_tile, valid, 64 * (at.warpgroup + 1), threadIdx.x % kWarpgroup, kWarpgroup);
-      ptx::FenceAsyncShared();
-      ptx::NamedBarrier(1 + at.warpgroup, kWarpgroup);
-    }
-    const std::uint64_t v = TileDescriptor(v_tile);
-    ptx::PinRegisters(o);
-    ptx::PinRegisters(weights.own);
-    ptx::PinRegisters(weights.left);
+  // Starts o (+)= a B, B being 64 rows of a tile.
+  __device__ __forceinline__ void Start(float (&o)[32], Operand& a, std::uint64_t rows,
+                                        bool accumulate) {
+    ptx::PinRegisters(a);
     ptx::WgmmaFence();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      ptx::WgmmaRegisters<Element, true>(o, weights.own[j],
-                                         v + (4 * at.warpgroup + j) * kStepRows16, j > 0);
+      ptx::WgmmaRegisters<Element, true>(o, a[j], rows + j * kStepRows16, accumulate || j > 0);
     }
     ptx::WgmmaCommit();
-    if (at.warpgroup == 1) {
-      ptx::WgmmaFence();
+  }
+
+  // Weights of one node for this lane's two rows, each twice in a register.
+  struct NodeWeights {
+    std::uint32_t first, second;
+  };
+  struct Head {
+    HeadWeights weights;
+    float a_first, a_second;  // log2 decays through the lane's rows; 0 if the weights have them
+  };
+  __device__ __forceinline__ NodeWeights WeightsOfNode(const Head& head, int node,
+                                                       int nodes) const {
+    const float gap = ptx::LoadSharedF32(head.weights.decay + kDecayBytes + 4 * node);
+    const std::uint32_t lambda = head.weights.scales +
+                                 ptx::LoadSharedU32(shared + Shape::kNodeOffsets + 4 * node) +
+                                 at.t0 * head.weights.token_stride;
+    float first = ptx::LoadSharedBF16(lambda) * head.weights.scale;
+    float second = ptx::LoadSharedBF16(lambda + 8 * head.weights.token_stride) * head.weights.scale;
+    first *= ptx::Exp2(head.a_first + gap);
+    second *= ptx::Exp2(head.a_second + gap);
+    if (nodes == 0) first = second = 0;
+    return {Element::Pack(first, first), Element::Pack(second, second)};
+  }
+
+  // 64 columns of q, weighted.
+  __device__ __forceinline__ void WeightQueries(Operand& a, int slab, const NodeWeights& w) const {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        ptx::WgmmaRegisters<Element, true>(o, weights.left[j], v + j * kStepRows16, true);
-      }
-      ptx::WgmmaCommit();
+    for (int j = 0; j < 4; ++j) {
+      a[j][0] = Element::Multiply(q[4 * slab + j][0], w.first);
+      a[j][1] = Element::Multiply(q[4 * slab + j][1], w.second);
+      a[j][2] = Element::Multiply(q[4 * slab + j][2], w.first);
+      a[j][3] = Element::Multiply(q[4 * slab + j][3], w.second);
     }
+    ptx::PinRegisters(a);
   }
 
   // Stores the warp's 16 rows of o.
   __device__ __forceinline__ void Store(const RowsTarget& target, const ChunkPlace& place,
-                                        const float (&o)[32], int head, int value_tile) {
-    const std::uint32_t staging = shared + Shape::kOut + at.warpgroup * 8192 + at.warp * 2048;
+                                        const std::uint32_t (&o)[16], int head, int value_tile) {
+    const std::uint32_t staging = shared + Shape::kOut + (4 * at.warpgroup + at.warp) * 2048;
     if (at.lane == 0) ptx::WaitStoresRead<0>();
     __syncwarp();
-    StoreAccumulator<Element>(staging, o, at.lane);
+    StorePacked(staging, o, at.lane);
     ptx::FenceAsyncShared();
     __syncwarp();
     StoreRows(target, place, head, value_tile, 64 * at.warpgroup + 16 * at.warp, staging, at.lane);
@@ -314,79 +384,128 @@ struct OutputConsumer {
     const RowsTarget target{
         &o_map,          p.o,          p.o_batch_stride, p.o_token_stride,
         p.o_head_stride, p.value_size, p.o_mapped,       p.layout.sequences != nullptr};
-    LocalScores scores;
-    ptx::BarrierWait(barriers.query, 0);
-    const std::uint32_t k_tile = WaitStage();
-    ComputeScores<Element, kKeySize>(scores, q, k_tile, at);
-    ReleaseStage(0);
+    LoadQueries();
 
-    float products[64], o[32];
-    int head = 0, value_tile = -1;
+    const bool tiled = p.scales_tile_heads != 0;
+    const ScalesTiles tiles(p);
+    const int first_head = p.head_begin + block.first_head;
+    RingPosition decays, scales;
+    Head head;
+    head.weights.level_stride = tiled ? 2 : kWeightPitch;
+    head.weights.token_stride = tiled ? 2 * tiles.heads * p.levels : 2;
+    head.weights.last_level = tiled ? p.levels - 1 : kLocalLevels - 1;
+    head.weights.scale = tiled ? p.scale : 1.f;
+    const auto open_head = [&](int index) {
+      ptx::BarrierWait(barriers.head_full + 8 * decays.stage, decays.phase);
+      const int in_tile = (first_head + index) % tiles.heads;
+      if (index == 0 || in_tile == 0) {
+        ptx::BarrierWait(barriers.scales_full + 8 * scales.stage, scales.phase);
+      }
+      head.weights.decay = shared + Shape::kHeads + decays.stage * Shape::kHeadBytes;
+      head.weights.scales =
+          shared + Shape::kScales + scales.stage * tiles.bytes + in_tile * 2 * p.levels;
+      head.a_first = tiled ? head.weights.Decay(at.t0) : 0.f;
+      head.a_second = tiled ? head.weights.Decay(at.t0 + 8) : 0.f;
+    };
+    const auto close_head = [&](int index) {
+      const bool tile_done =
+          index + 1 == block.heads || (first_head + index + 1) % tiles.heads == 0;
+      __syncwarp();
+      if (at.lane == 0) {
+        ptx::BarrierArrive(barriers.head_empty + 8 * decays.stage);
+        if (tile_done) ptx::BarrierArrive(barriers.scales_empty + 8 * scales.stage);
+      }
+      decays.Advance(Shape::kHeadStages);
+      if (tile_done) scales.Advance(tiles.stages);
+    };
+
+    // a0 takes even slabs and the keys 0..63, a1 odd slabs and the warpgroup's own keys.
+    Operand a0, a1;
+    float o[32];
+    std::uint32_t packed[16];
+    open_head(0);
+    NodeWeights w = WeightsOfNode(head, 0, block.nodes);
+    WeightQueries(a0, 0, w);
+    int index = 0, value_tile = 0;
+    bool stored = true;
     while (true) {
-      const bool started = value_tile >= 0;
-      if (started) {
 #pragma unroll 1
-        for (int i = (block.padded - 2) / 2; i > 0; --i) {
-          const int used = iteration;
-          StartPair(products);
-          const float2 w = NextWeights(), x = NextWeights();
-          ptx::WgmmaWait<0>();
-          ptx::PinRegisters(products);
-          ReleaseStage(used);
-          AddScaled<0>(o, products, w.x, w.y);
-          AddScaled<32>(o, products, x.x, x.y);
-          ptx::PinRegisters(o);
+      for (int node = 0; node < max(block.nodes, 1); ++node) {
+        const std::uint64_t state = TileDescriptor(WaitStage());
+        ptx::PinRegisters(o);
+        Start(o, a0, state, node > 0);
+        if (!stored) {  // under the first product of the next tile
+          const int before = value_tile == 0 ? index - 1 : index;
+          Store(target, block.place, packed, first_head + before,
+                value_tile == 0 ? p.value_tiles - 1 : value_tile - 1);
+          stored = true;
         }
-        if (value_tile == p.value_tiles - 1) {
-          __syncwarp();
-          if (at.lane == 0) {
-            ptx::BarrierArrive(barriers.head_empty + 8 * (head % Shape::kHeadStages));
-          }
+#pragma unroll
+        for (int slab = 1; slab < kSlabs; ++slab) {
+          if (slab >= 2) ptx::WgmmaWait<1>();
+          Operand& a = slab % 2 == 0 ? a0 : a1;
+          WeightQueries(a, slab, w);
+          Start(o, a, state + slab * 4 * kStepRows16, true);
+        }
+        if (kSlabs > 1) ptx::WgmmaWait<1>();
+        Operand& next = kSlabs > 1 ? a0 : a1;
+        if (node + 1 < block.nodes) {
+          w = WeightsOfNode(head, node + 1, block.nodes);
+          WeightQueries(next, 0, w);
+        } else if (at.warpgroup == 1) {
+          WeightLeft<Element>(next, scores, head.weights, at);
+          ptx::PinRegisters(next);
+        }
+        ptx::WgmmaWait<0>();
+        ptx::PinRegisters(o);
+        ReleaseStage();
+        if (kSlabs == 1) {
+          Copy(a0, a1);
+          ptx::PinRegisters(a0);
         }
       }
-      const int used_pair = iteration;
-      StartPair(products);
-      if (started)
-        Store(target, block.place, o, p.head_begin + block.first_head + head, value_tile);
+
+      const std::uint32_t v_tile = WaitStage();
+      if (block.garbage_from < kChunk) {
+        ZeroRows(v_tile, block.garbage_from, 64 * (at.warpgroup + 1), threadIdx.x % kWarpgroup,
+                 kWarpgroup);
+        ptx::FenceAsyncShared();
+        ptx::NamedBarrier(1 + at.warpgroup, kWarpgroup);
+      }
+      const std::uint64_t v = TileDescriptor(v_tile);
+      if (at.warpgroup == 1) Start(o, a0, v, true);
+      WeightOwn<Element>(a1, scores, head.weights, at);
+      Start(o, a1, v + 4 * at.warpgroup * kStepRows16, true);
+      bool more = true;
       if (++value_tile == p.value_tiles) {
         value_tile = 0;
-        ++head;
+        close_head(index);
+        more = ++index < block.heads;
+        if (more) open_head(index);
       }
-      const int head_slot = head % Shape::kHeadStages;
-      if (value_tile == 0 && head < block.heads) {
-        ptx::BarrierWait(barriers.head_full + 8 * head_slot, (head / Shape::kHeadStages) & 1);
+      if (more) {
+        w = WeightsOfNode(head, 0, block.nodes);
+        ptx::WgmmaWait<1>();
+        WeightQueries(a0, 0, w);
       }
-      const std::uint32_t base = shared + Shape::kHeads + head_slot * kHeadBytes;
-      LocalWeights weights;
-      WeightScores<Element>(weights, scores, HeadWeights{base + kDecayBytes, base}, at);
-
-      const int used_v = iteration;
-      const std::uint32_t v_stage = WaitStage();
-      StartLocal(o, weights, v_stage, block.garbage_from);
-      weight = base + kDecayBytes + kLocalLevels * kWeightPitch + 2 * at.t0;
-      nodes_left = block.nodes;
-      {
-        const float2 w = NextWeights(), x = NextWeights();
-        ptx::WgmmaWait<0>();
-        ptx::PinRegisters(o);
-        ptx::PinRegisters(products);
-        ReleaseStage(used_pair);
-        AddScaled<0>(o, products, w.x, w.y);
-        AddScaled<32>(o, products, x.x, x.y);
-        ptx::PinRegisters(o);
-      }
-      if (block.padded & 1) {
-        StartSingle(products, v_stage + Shape::kValueBytes);
-        const float2 w = NextWeights();
-        ptx::WgmmaWait<0>();
-        ptx::PinRegisters(products);
-        AddScaled<0>(o, products, w.x, w.y);
-        ptx::PinRegisters(o);
-      }
-      ReleaseStage(used_v);
-      if (head == block.heads) break;  // that round computed nothing: see the producer
+      ptx::WgmmaWait<0>();
+      ptx::PinRegisters(o);
+      ReleaseStage();
+#pragma unroll
+      for (int i = 0; i < 16; ++i) packed[i] = Element::Pack(o[2 * i], o[2 * i + 1]);
+      stored = false;
+      if (!more) break;
     }
+    Store(target, block.place, packed, first_head + block.heads - 1, p.value_tiles - 1);
     if (at.lane == 0) ptx::WaitStores<0>();
+  }
+
+  static __device__ __forceinline__ void Copy(Operand& to, const Operand& from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) to[i][j] = from[i][j];
+    }
   }
 };
 
@@ -396,25 +515,13 @@ __global__ void __launch_bounds__(kOutputThreads, 1)
                  const __grid_constant__ CUtensorMap k_map,
                  const __grid_constant__ CUtensorMap v_map,
                  const __grid_constant__ CUtensorMap o_map,
+                 const __grid_constant__ CUtensorMap scales_map,
                  const __grid_constant__ ForwardParams p) {
   using Shape = OutputShape<kKeySize>;
   ptx::AllowNextKernel();
   extern __shared__ char raw[];
   const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
   const OutputBarriers<kKeySize> barriers(shared);
-  if (threadIdx.x == 0) {
-    ptx::BarrierInit(barriers.query, 1);
-    for (int i = 0; i < Shape::kStages; ++i) {
-      ptx::BarrierInit(barriers.full + 8 * i, 1);
-      ptx::BarrierInit(barriers.empty + 8 * i, 8);
-    }
-    for (int i = 0; i < Shape::kHeadStages; ++i) {
-      ptx::BarrierInit(barriers.head_full + 8 * i, 1);
-      ptx::BarrierInit(barriers.head_empty + 8 * i, 8);
-    }
-    ptx::BarrierInitFence();
-  }
-  ptx::WaitForPreviousKernel();
 
   // Blocks of one chunk never mix q/k groups: heads are cut in runs within each group.
   OutputBlock block;
@@ -427,27 +534,36 @@ __global__ void __launch_bounds__(kOutputThreads, 1)
   block.heads = min(p.heads_per_block, heads_in_group - first_in_group);
   block.place = PlaceOfChunk(p.layout, static_cast<int>(block.chunk));
   block.nodes = __popc(block.place.index);
-  block.padded = max(block.nodes, 2);
-
   block.garbage_from = p.layout.sequences == nullptr ? kChunk : block.place.valid;
 
+  if (threadIdx.x == 0) barriers.Init();
+  if (threadIdx.x < kMaxNodes) {  // where the scales of the nodes lie within their head's
+    int rest = block.place.index;
+    for (int i = 0; i < static_cast<int>(threadIdx.x); ++i) rest &= rest - 1;
+    const int offset = p.scales_tile_heads == 0
+                           ? (kLocalLevels + static_cast<int>(threadIdx.x)) * kWeightPitch
+                           : 2 * min(kLogChunk + __ffs(rest), p.levels - 1);
+    ptx::StoreSharedU32(shared + Shape::kNodeOffsets + 4 * threadIdx.x, offset);
+  }
   __syncthreads();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp >= 8) {
-    ptx::LowerRegisters<24>();
+    ptx::LowerRegisters<40>();
     if (warp == 8 && lane == 0) {
-      OutputProducer<kKeySize>{shared, barriers}.Run(q_map, k_map, v_map, p, block);
+      OutputProducer<kKeySize>{shared, barriers, {}, {}}.Run(q_map, k_map, v_map, scales_map, p,
+                                                             block);
+    } else if (warp == 9) {
+      SumGaps<kKeySize>(shared, barriers, p, block, lane);
     }
     return;
   }
-  ptx::RaiseRegisters<240>();
+  ptx::RaiseRegisters<232>();
   const int warpgroup = warp / 4;
-  const LanePlace at{warpgroup, warp % 4, lane,
-                     lane >> 2, lane & 3, 64 * warpgroup + 16 * (warp % 4) + (lane >> 2)};
-  OutputConsumer<Element, kKeySize>{shared, barriers, at,
-                                    TileDescriptor(shared + warpgroup * 64 * kTileRowBytes)}
-      .Run(o_map, p, block);
+  OutputConsumer<Element, kKeySize> consumer{shared, barriers};
+  consumer.at = {warpgroup, warp % 4, lane,
+                 lane >> 2, lane & 3, 64 * warpgroup + 16 * (warp % 4) + (lane >> 2)};
+  consumer.Run(o_map, p, block);
 }
 
 }  // namespace fenwick::cuda::hopper

@@ -45,6 +45,9 @@ struct ForwardParams {
   int levels = 0;           // L
   int weight_rows = 0;      // W = kLocalLevels + nodes of the longest sequence
   int heads_per_block = 0;  // output kernel
+  int multiprocessors = 0;
+  // Heads whose level scales the output kernel copies at a time; 0: it reads `weights`.
+  int scales_tile_heads = 0;
   float scale = 1.0f;
 
   const float* g = nullptr;  // [B, T, H]

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <climits>
+#include <numeric>
 
 #include "cuda/tile/mappable.h"
 
@@ -48,6 +49,23 @@ bool CutSequences(const Inputs& inputs, int log_segment, ForwardPlan& plan) {
   return true;
 }
 
+// Heads of a tile of level scales: the fewest that make rows of whole 16-byte groups, if the copy
+// engine can read them and two tiles fit.
+int ChooseScalesTileHeads(const TensorView& scales, DType dtype) {
+  if (dtype != DType::kBFloat16 || scales.dtype != dtype) return 0;
+  const std::int64_t levels = scales.size(3);
+  const bool dense = scales.stride(3) == 1 && (scales.size(2) == 1 || scales.stride(2) == levels);
+  TensorView rows = scales;
+  rows.sizes[2] = 1;  // heads lie side by side
+  const std::int64_t heads = 8 / std::gcd(8, levels);
+  const std::int64_t columns = heads * levels;
+  if (!dense || !CanMapTensor(rows) || columns > kMaxTileColumns ||
+      2 * columns * 2 * kChunk > kScalesBytes) {
+    return 0;
+  }
+  return static_cast<int>(heads);
+}
+
 }  // namespace
 
 ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int heads) {
@@ -66,7 +84,7 @@ ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int
   }
   place(w.local_decay, chunks * 2 * kChunk * 4);
   place(w.decay_to_end, chunks * kDecayToEndBytes);
-  place(w.weights, chunks * plan.weight_rows * kChunk * 2);
+  if (plan.scales_tile_heads == 0) place(w.weights, chunks * plan.weight_rows * kChunk * 2);
   place(w.node_states, chunks * state * 2);
   place(w.node_decay, chunks * 4);
   place(w.segment_states, segments * state * 4);
@@ -119,12 +137,15 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
     return std::nullopt;
   }
   ForwardPlan plan;
+  plan.multiprocessors = multiprocessors;
   plan.key_size = key_size <= 64 ? 64 : key_size <= 128 ? 128 : 256;
   plan.value_tiles = static_cast<int>(DivideUp(value_size, kValueTile));
   const int heads = static_cast<int>(inputs.v.size(2));
   const int groups = static_cast<int>(inputs.q.size(2));
   const int heads_in_group = heads / groups;
   const bool packed = !inputs.cu_seqlens.empty();
+
+  plan.scales_tile_heads = ChooseScalesTileHeads(inputs.level_scales, inputs.q.dtype);
 
   // The longest segments that still give every multiprocessor several blocks.
   const std::int64_t blocks_per_segment =

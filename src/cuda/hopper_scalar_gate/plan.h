@@ -26,8 +26,12 @@ struct ForwardPlan {
   int key_size = 0;  // 64, 128 or 256
   int value_tiles = 0;
   int weight_rows = 0;
+  int multiprocessors = 0;
   int heads_per_pass = 0;   // heads whose states are in the workspace at a time
   int heads_per_block = 0;  // output kernel
+  // Heads whose level scales lie in one tile that the output kernel can copy from the tensor; 0:
+  // the weights are a pass of their own.
+  int scales_tile_heads = 0;
   ForwardWorkspace workspace;
 };
 

@@ -18,8 +18,8 @@ inline constexpr int kTreePrefetch = 4;  // segments loaded ahead
 template <typename Element, int kLevels>
 __global__ void __launch_bounds__(kTreeThreads)
     SegmentTreeKernel(const __grid_constant__ ForwardParams p) {
-  ptx::AllowNextKernel();
   ptx::WaitForPreviousKernel();
+  ptx::AllowNextKernel();
   const std::size_t state_elements =
       static_cast<std::size_t>(p.value_tiles) * p.key_size * kValueTile;
   const int blocks = static_cast<int>(state_elements / (4 * kTreeThreads));

@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kWeightThreads)
   __shared__ float decays[8][kChunk];  // a[t]
   __shared__ int row_levels[kLocalLevels + kMaxNodes];
   constexpr int kHeads = WeightHeads<Scale>();
-  ptx::AllowNextKernel();
   ptx::WaitForPreviousKernel();
+  ptx::AllowNextKernel();
 
   const int blocks_per_chunk = DivideUp(p.num_heads, kHeads);
   const int chunk = blockIdx.x / blocks_per_chunk;

@@ -36,19 +36,26 @@ __device__ __forceinline__ std::uint32_t SwizzledOffset(int row, int group) {
 __device__ __forceinline__ int MatrixRow(int lane) { return ((lane >> 3) & 1) * 8 + (lane & 7); }
 __device__ __forceinline__ int MatrixGroup(int lane) { return lane >> 4; }
 
-// Stores a warp's 16 x 64 part of an accumulator as 16-bit elements into a swizzled [16][64] tile
+// Stores a warp's 16 x 64 part of an accumulator, packed in pairs, into a swizzled [16][64] tile
 // part that starts at `tile`.
-template <typename Element>
-__device__ __forceinline__ void StoreAccumulator(std::uint32_t tile, const float (&d)[32],
-                                                 int lane) {
+__device__ __forceinline__ void StorePacked(std::uint32_t tile, const std::uint32_t (&d)[16],
+                                            int lane) {
   const int row = MatrixRow(lane);
 #pragma unroll
   for (int n = 0; n < 8; n += 2) {
-    ptx::StoreMatrix4(
-        tile + SwizzledOffset(row, n + MatrixGroup(lane)), Element::Pack(d[4 * n], d[4 * n + 1]),
-        Element::Pack(d[4 * n + 2], d[4 * n + 3]), Element::Pack(d[4 * n + 4], d[4 * n + 5]),
-        Element::Pack(d[4 * n + 6], d[4 * n + 7]));
+    ptx::StoreMatrix4(tile + SwizzledOffset(row, n + MatrixGroup(lane)), d[2 * n], d[2 * n + 1],
+                      d[2 * n + 2], d[2 * n + 3]);
   }
+}
+
+// The same from float32, rounded to Element.
+template <typename Element>
+__device__ __forceinline__ void StoreAccumulator(std::uint32_t tile, const float (&d)[32],
+                                                 int lane) {
+  std::uint32_t packed[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) packed[i] = Element::Pack(d[2 * i], d[2 * i + 1]);
+  StorePacked(tile, packed, lane);
 }
 
 // Zeroes rows [begin, end) of a tile; `thread` of `threads` take part.

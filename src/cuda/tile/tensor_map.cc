@@ -27,19 +27,10 @@ EncodeTiled Encoder() {
   return encode;
 }
 
-}  // namespace
-
-CUtensorMap MapTensor(const TensorView& view, int rows) {
-  cuuint64_t sizes[4];
-  cuuint64_t strides[3];
-  for (int i = 0; i < 4; ++i) sizes[i] = static_cast<cuuint64_t>(view.size(3 - i));
-  for (int i = 0; i < 3; ++i) {
-    // The stride of an axis of size 1 is never used but must be valid.
-    strides[i] = view.size(2 - i) > 1
-                     ? static_cast<cuuint64_t>(view.stride(2 - i) * ElementSize(view.dtype))
-                     : kMapAlignment;
-  }
-  const cuuint32_t box[4] = {64, 1, static_cast<cuuint32_t>(rows), 1};
+// sizes, strides (bytes, of all but the innermost axis) and box: innermost axis first.
+CUtensorMap Encode(const TensorView& view, const cuuint64_t (&sizes)[4],
+                   const cuuint64_t (&strides)[3], const cuuint32_t (&box)[4],
+                   CUtensorMapSwizzle swizzle) {
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result =
@@ -47,12 +38,36 @@ CUtensorMap MapTensor(const TensorView& view, int rows) {
                 view.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                 4, view.data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error("cuTensorMapEncodeTiled failed with " + std::to_string(static_cast<int>(result)));
   }
   return map;
+}
+
+// Bytes between elements of an axis; that of an axis of size 1 is never used but must be valid.
+cuuint64_t StrideBytes(const TensorView& view, int axis) {
+  return view.size(axis) > 1 ? static_cast<cuuint64_t>(view.stride(axis) * ElementSize(view.dtype))
+                             : kMapAlignment;
+}
+
+cuuint64_t Size(const TensorView& view, int axis) {
+  return static_cast<cuuint64_t>(view.size(axis));
+}
+
+}  // namespace
+
+CUtensorMap MapTensor(const TensorView& view, int rows) {
+  return Encode(view, {Size(view, 3), Size(view, 2), Size(view, 1), Size(view, 0)},
+                {StrideBytes(view, 2), StrideBytes(view, 1), StrideBytes(view, 0)},
+                {64, 1, static_cast<cuuint32_t>(rows), 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+CUtensorMap MapHeads(const TensorView& view, int rows, int heads) {
+  const auto columns = static_cast<cuuint32_t>(heads * view.size(3));
+  return Encode(view, {Size(view, 2) * Size(view, 3), 1, Size(view, 1), Size(view, 0)},
+                {kMapAlignment, StrideBytes(view, 1), StrideBytes(view, 0)},
+                {columns, 1, static_cast<cuuint32_t>(rows), 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 }  // namespace fenwick::cuda
