@@ -6,6 +6,8 @@ PRESET ?= default
 BUILD := build
 PYTHON := .venv/bin/python
 PYTESTS := tests/torch tests/python
+# Builds in several folders share ccache's objects (.ci/run says the same).
+export CCACHE_NOHASHDIR ?= 1
 # Parallel compilers: one per core, but no more than memory allows (2 GB each).
 JOBS ?= $(shell awk -v n=$$(nproc) '/MemAvailable/ {m = int($$2 / 2000000); print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
 

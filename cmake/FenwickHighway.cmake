@@ -1,17 +1,26 @@
 # Google Highway as one target, fenwick_hwy. Debian installs hwy::hwy, upstream releases HWY::HWY;
 # FENWICK_HWY_ROOT names an unpacked package (the usr/ of `dpkg -x libhwy-dev...`) on machines
-# where nothing can be installed.
+# where nothing can be installed. FENWICK_HWY_SHARED is the shared library, empty where it is static.
 add_library(fenwick_hwy INTERFACE)
 if(FENWICK_HWY_ROOT)
   find_library(FENWICK_HWY_LIBRARY NAMES hwy libhwy.so.1 PATHS ${FENWICK_HWY_ROOT} REQUIRED NO_DEFAULT_PATH
     PATH_SUFFIXES lib lib/x86_64-linux-gnu)
   target_include_directories(fenwick_hwy INTERFACE $<BUILD_INTERFACE:${FENWICK_HWY_ROOT}/include>)
   target_link_libraries(fenwick_hwy INTERFACE ${FENWICK_HWY_LIBRARY})
+  set(FENWICK_HWY_SHARED ${FENWICK_HWY_LIBRARY})
+  if(FENWICK_HWY_LIBRARY MATCHES "\\.a$")
+    set(FENWICK_HWY_SHARED "")
+  endif()
 else()
   find_package(HWY REQUIRED)
+  set(_target hwy::hwy)
   if(TARGET HWY::HWY)
-    target_link_libraries(fenwick_hwy INTERFACE HWY::HWY)
-  else()
-    target_link_libraries(fenwick_hwy INTERFACE hwy::hwy)
+    set(_target HWY::HWY)
+  endif()
+  target_link_libraries(fenwick_hwy INTERFACE ${_target})
+  get_target_property(_type ${_target} TYPE)
+  set(FENWICK_HWY_SHARED "")
+  if(_type STREQUAL "SHARED_LIBRARY")
+    set(FENWICK_HWY_SHARED $<TARGET_FILE:${_target}>)
   endif()
 endif()

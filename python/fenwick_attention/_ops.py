@@ -1,5 +1,6 @@
 """Loads the compiled operators ``torch.ops.fenwick.*`` and registers what Python adds to them: fake
-kernels (shapes for ``torch.compile``, ``torch.export`` and the meta device) and autograd.
+kernels (shapes for ``torch.compile``, ``torch.export`` and the meta device), autograd, and batching
+rules for ``torch.func.vmap``.
 
 The schemas and the kernels are in ``torch/attention_ops.cc`` and ``torch/layer_ops.cc``.
 """
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fenwick_attention import _vmap
 
 LIBRARY = "libfenwick_torch.so"
 LIBRARY_VARIABLE = "FENWICK_TORCH_LIBRARY"
@@ -30,9 +33,12 @@ def library_path() -> Path:
         if not Path(named).is_file():
             raise ImportError(f"{LIBRARY_VARIABLE}: expected a file, got {named!r}")
         return Path(named)
-    package = Path(__file__).resolve().parent
-    candidates = [package / LIBRARY, *(package.parents[1] / d / LIBRARY for d in _BUILD_FOLDERS)]
-    for candidate in candidates:
+    import fenwick_attention  # an editable install has two folders: the sources and the library
+
+    folders = [Path(folder) for folder in fenwick_attention.__path__]
+    source_tree = Path(__file__).resolve().parents[2]
+    for folder in [*folders, *(source_tree / build for build in _BUILD_FOLDERS)]:
+        candidate = folder / LIBRARY
         if candidate.is_file():
             return candidate
     raise ImportError(
@@ -66,6 +72,7 @@ def load() -> None:
     _register_causal_conv1d()
     _register_gated_rms_norm()
     _register_l2_norm()
+    _register_vmap()
     _loaded = True
 
 
@@ -149,6 +156,17 @@ def _register_step(op: str) -> None:
         return _empty_like(args[2])
 
     _fake(f"{op}_step", fake)
+
+
+def _register_vmap() -> None:
+    for op in ATTENTION:
+        for suffix in ("", "_backward", "_with_state", "_with_state_backward"):
+            _vmap.fold_into_batch(f"{op}{suffix}")
+        _vmap.refuse(f"{op}_step", f"{op} with initial_state")
+    for op in ("causal_conv1d", "gated_rms_norm", "l2_norm"):
+        _vmap.run_one_by_one(op)
+        _vmap.run_one_by_one(f"{op}_backward")
+    _vmap.refuse("causal_conv1d_step", "causal_conv1d with initial_state")
 
 
 def _register_causal_conv1d() -> None:

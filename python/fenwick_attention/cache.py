@@ -34,6 +34,12 @@ class Cache:
         state = self[layer_idx]
         return 0 if state is None else state.recurrent.max_position
 
+    def reserve(self, tokens: int) -> None:
+        """Node slots for ``tokens`` more tokens in every layer, in place; needed before a decode
+        step is captured in a CUDA graph (:meth:`LogLinearState.reserve`)."""
+        for state in self._layers.values():
+            state.recurrent = state.recurrent.reserve(tokens)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all states."""

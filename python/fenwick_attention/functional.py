@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fenwick_attention import _ops
-from fenwick_attention.state import STATE_CHUNK, LogLinearState, num_slots
+from fenwick_attention.state import STATE_CHUNK, LogLinearState, capacity, num_slots
 
 LevelPolicy = Literal["error", "saturate"]
 
@@ -296,10 +296,18 @@ def _step(
         raise ValueError(f"q: expected 1 to {STATE_CHUNK} new tokens in a step, got {tokens}")
     grown = state.reserve(tokens, level_scales.shape[-1] if saturate else None)
     state.nodes = grown.nodes
+    if _capturing(q):
+        # A replay starts where the last one ended: only the slots bound its position.
+        reachable = capacity(state.nodes.shape[2], level_scales.shape[-1], saturate)
+        state.max_position = max(state.max_position, reachable - tokens)
     op = getattr(torch.ops.fenwick, f"{name}_step")
     o = op(*tensors, *_state_tensors(state), state.max_position, scale=scale, saturate=saturate)
     state.max_position += tokens
     return o
+
+
+def _capturing(q: Tensor) -> bool:
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _state_tensors(state: LogLinearState) -> list[Tensor]:

@@ -32,6 +32,14 @@ def num_slots(position: int, num_levels: int | None = None) -> int:
     return slots if num_levels is None else min(slots, max(0, num_levels - 8) + 1)
 
 
+def capacity(slots: int, num_levels: int, saturate: bool) -> int:
+    """Tokens that a state with this many node slots may reach without growing, given ``L``."""
+    if not saturate:
+        return min((2**slots + 1) * STATE_CHUNK, 2 ** (num_levels - 1))
+    full = slots >= num_slots(2**30, num_levels)  # the last slot absorbs the rest
+    return 2**30 if full else (2**slots + 1) * STATE_CHUNK
+
+
 @dataclasses.dataclass
 class LogLinearState:
     """State of ``N`` sequences, made of tensors on one device.
@@ -127,7 +135,9 @@ class LogLinearState:
     def reserve(self, tokens: int, num_levels: int | None = None) -> LogLinearState:
         """A state with node slots for ``tokens`` more tokens, so that steps need not grow it.
 
-        ``num_levels`` bounds the slots as ``level_policy="saturate"`` does.
+        ``num_levels`` bounds the slots as ``level_policy="saturate"`` does. Before a step is
+        captured in a CUDA graph, reserve for all of its replays: they find their positions on the
+        device, and may go on until the slots are full.
         """
         wanted = num_slots(self.max_position + tokens, num_levels)
         missing = wanted - self.nodes.shape[2]
@@ -167,14 +177,16 @@ class LogLinearState:
         return cls(**{"beta": None, **state})
 
 
-def _flatten(state: LogLinearState) -> tuple[list[Any], Any]:
-    fields = [f.name for f in dataclasses.fields(state) if f.name != "max_position"]
-    return [getattr(state, f) for f in fields], state.max_position
+def _flatten(state: LogLinearState) -> tuple[list[Tensor], Any]:
+    tensors = state._tensors()
+    return list(tensors.values()), [list(tensors), state.max_position]
 
 
-def _unflatten(children: Any, max_position: Any) -> LogLinearState:
-    k, v, g, beta, nodes, position, base = children
-    return LogLinearState(k, v, g, beta, nodes, position, base, max_position)
+def _unflatten(children: Any, context: Any) -> LogLinearState:
+    names, max_position = context
+    return LogLinearState(
+        **{"beta": None, **dict(zip(names, children)), "max_position": max_position}
+    )
 
 
 torch.utils._pytree.register_pytree_node(

@@ -1,11 +1,15 @@
 """The functional API: states, packing, policies, autocast, compile, checkpointing."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers import load_golden, relative_error
 
 import fenwick_attention as fa
 from fenwick_attention import LogLinearState
+from fenwick_attention.state import capacity, num_slots
 
 RULES = ["scalar_gate", "gated_delta"]
 
@@ -129,6 +133,80 @@ def test_state_object(rule, tmp_path):
     assert relative_error(step(rule, again, loaded), expected) <= 1e-13
     with pytest.raises(ValueError, match="expected the keys"):
         LogLinearState.from_state_dict({"k": state.k})
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_states_copy_and_pickle(rule):
+    _, state = call(rule, inputs(rule, T=200, L=10), output_final_state=True)
+    more = inputs(rule, T=5, L=10)
+    copies = [copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state.clone()]
+    expected = step(rule, more, state)
+    for other in copies:
+        assert other.max_position == 200
+        assert torch.equal(step(rule, more, other), expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_reserved_steps_stay_in_place(rule, monkeypatch):
+    """What a CUDA graph needs: fixed tensors, and a bound of the positions that holds throughout."""
+    args = inputs(rule, T=400, L=10)
+    expected, _ = call(rule, args)
+    _, state = call(rule, cut(args, 0, 60), output_final_state=True)
+    state = state.reserve(340)
+    tensors = list(state._tensors().values())
+    monkeypatch.setattr(fa.functional, "_capturing", lambda q: True)
+    for t in range(60, 400):
+        o = step(rule, cut(args, t, t + 1), state)
+        if t == 60:
+            bound = state.max_position
+        state.max_position = bound - 1  # as the captured step has it
+        assert relative_error(o, expected[:, t : t + 1]) <= 1e-12
+    assert all(a is b for a, b in zip(state._tensors().values(), tensors, strict=True))
+
+
+@pytest.mark.parametrize(("levels", "saturate"), [(30, False), (12, False), (12, True)])
+def test_capacity_is_what_the_slots_hold(levels, saturate):
+    bounded = levels if saturate else None
+    for slots in range(0, 9):
+        reachable = capacity(slots, levels, saturate)
+        assert num_slots(reachable, bounded) <= slots
+        limit = 2**30 if saturate else 2 ** (levels - 1)
+        assert reachable == limit or num_slots(reachable + 1, bounded) > slots
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_vmap_folds_into_the_batch(rule):
+    args = [torch.stack(same) for same in zip(*(inputs(rule, T=70, L=8) for _ in range(3)))]
+    shared, *mapped = args[0][0], *(a.movedim(0, 2).requires_grad_() for a in args[1:])
+
+    def one(q, *rest):
+        whole = call(rule, (q, *rest))[0]
+        head, state = call(rule, cut((q, *rest), 0, 40), output_final_state=True)
+        return whole, call(rule, cut((q, *rest), 40, 70), initial_state=state)[0]
+
+    outputs = torch.func.vmap(one, in_dims=(None, *[2] * len(mapped)))(shared, *mapped)
+    each = [one(shared, *(a.select(2, i) for a in mapped)) for i in range(3)]
+    expected = [torch.stack(same) for same in zip(*each)]
+    weights = [torch.randn_like(o) for o in outputs]
+    for o, e in zip(outputs, expected, strict=True):
+        assert relative_error(o, e) <= 1e-14
+    for x, y in zip(
+        torch.autograd.grad(outputs, mapped, weights),
+        torch.autograd.grad(expected, mapped, weights),
+        strict=True,
+    ):
+        assert relative_error(x, y) <= 1e-14
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_vmap_refuses_steps_and_packing(rule):
+    args = [a[None] for a in inputs(rule, B=1, T=1)]
+    _, state = call(rule, inputs(rule, B=1), output_final_state=True)
+    with pytest.raises(RuntimeError, match="_step: expected a call outside torch.func.vmap"):
+        torch.func.vmap(lambda *a: step(rule, a, state))(*args)
+    cu = torch.tensor([0, 1])
+    with pytest.raises(RuntimeError, match="cu_seqlens: expected None under torch.func.vmap"):
+        torch.func.vmap(lambda *a: call(rule, a, cu_seqlens=cu)[0])(*args)
 
 
 def test_level_policies():

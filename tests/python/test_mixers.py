@@ -1,10 +1,14 @@
 """The mixers: golden layer, padding, caches, dtypes."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers import load_golden, relative_error
 
 from fenwick_attention import Cache, LogLinearGatedDeltaNet, LogLinearMamba2
+from fenwick_attention.layers.log_linear_mamba2 import GatedRMSNorm
 
 
 def make(kind):
@@ -77,6 +81,71 @@ def test_prefill_then_steps_equal_one_call(kind, split):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_decoding_updates_the_cache_in_place(kind):
+    layer, cache = make(kind).eval(), Cache()
+    with torch.no_grad():
+        x = torch.randn(2, 70, 32, dtype=torch.float64)
+        layer(x, past_key_values=cache, use_cache=True)
+        before = [*cache[0].conv, *cache[0].recurrent._tensors().values()]
+        for _ in range(3):
+            layer(x[:, :1], past_key_values=cache, use_cache=True)
+        after = [*cache[0].conv, *cache[0].recurrent._tensors().values()]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_and_gradients_by_sample(kind):
+    layer = make(kind)
+    x = torch.randn(3, 1, 70, 32, dtype=torch.float64)
+    y = torch.func.vmap(lambda row: layer(row)[0])(x)
+    assert relative_error(y, torch.stack([layer(row)[0] for row in x])) <= 1e-13
+    losses = layer(x[:, 0])[0].square().sum((1, 2))
+    parameters = list(layer.parameters())
+    eye = torch.eye(3, dtype=torch.float64)
+    grads = torch.autograd.grad(losses, parameters, eye, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        alone = torch.autograd.grad(losses[i], parameters, retain_graph=True)
+        for a, b in zip(grads, alone, strict=True):
+            assert relative_error(a[i], b) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_copy_and_save(kind, tmp_path):
+    layer = make(kind)
+    x = torch.randn(1, 20, 32, dtype=torch.float64)
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    loaded = make(kind)
+    loaded.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True), strict=True)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        assert torch.equal(other(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_under_activation_checkpointing(kind):
+    layer = make(kind)
+    x = torch.randn(2, 70, 32, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    y = torch.utils.checkpoint.checkpoint(lambda x: layer(x)[0], x, use_reentrant=False)
+    grads = torch.autograd.grad(y.square().sum(), leaves)
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("before_gate", [False, True])
+def test_groups_are_normalised_one_by_one(before_gate):
+    """As the peers' RMSNormGated with group_size = hidden_size / groups."""
+    norm = GatedRMSNorm(24, 1e-5, before_gate, groups=3).double()
+    torch.nn.init.normal_(norm.weight)
+    y, z = torch.randn(2, 5, 24, dtype=torch.float64), torch.randn(2, 5, 24, dtype=torch.float64)
+    gate = torch.nn.functional.silu(z)
+    x = y if before_gate else y * gate
+    parts = x.unflatten(-1, (3, 8))
+    expected = (parts * (parts.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).flatten(-2)
+    expected = expected * norm.weight * (gate if before_gate else 1)
+    assert relative_error(norm(y, z), expected) <= 1e-14
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_decay_parameters_stay_float32(kind):
     layer = make(kind).float().to(torch.bfloat16)
     for name, p in layer.named_parameters():
@@ -94,6 +163,8 @@ def test_bad_sizes_name_the_argument():
         LogLinearMamba2(num_heads=3, head_dim=64, hidden_size=64)
     with pytest.raises(ValueError, match="num_v_heads"):
         LogLinearGatedDeltaNet(hidden_size=32, head_dim=16, num_heads=2, num_v_heads=3)
+    with pytest.raises(ValueError, match="output_gate_activation"):
+        LogLinearGatedDeltaNet(hidden_size=32, head_dim=16, output_gate_activation="sigmoid")
     with pytest.raises(ValueError, match="attention_mask"):
         layer = make("mamba2")
         layer(torch.randn(1, 4, 32).double(), attention_mask=torch.ones(1, 1, 4, 4))

@@ -64,15 +64,27 @@ class Packing:
 
 
 def causal_conv1d(
-    conv: nn.Conv1d, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, silu: bool = True
-) -> Tensor:
-    """Depthwise causal convolution (then SiLU) of ``x`` ``[B, T, D]`` by the C++ kernel."""
-    weight = conv.weight.squeeze(1)
-    bias = conv.bias
+    conv: nn.Conv1d,
+    x: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    keep: bool,
+    in_place: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Depthwise causal convolution, then SiLU, of ``x`` ``[B, T, D]`` after ``state``.
+
+    Returns the result and, to ``keep``, the state after ``x``: the last ``W - 1`` inputs of every
+    sequence ``[N, D, W - 1]``. ``in_place`` updates ``state`` itself (decoding).
+    """
+    weight, bias = conv.weight.squeeze(1), conv.bias
     if weight.dtype != x.dtype:
         weight = weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
-    return torch.ops.fenwick.causal_conv1d(x, weight, bias, state, cu_seqlens, silu)
+    if in_place:
+        return torch.ops.fenwick.causal_conv1d_step(x, weight, bias, state), state
+    y = torch.ops.fenwick.causal_conv1d(x, weight, bias, state, cu_seqlens)
+    return y, conv_state_after(x, weight.shape[1], state, cu_seqlens) if keep else None
 
 
 def conv_state_after(

@@ -19,7 +19,6 @@ from fenwick_attention.layers.common import (
     Mixer,
     at_least_float32,
     causal_conv1d,
-    conv_state_after,
     inverse_softplus_uniform,
     mark_no_weight_decay,
 )
@@ -72,9 +71,15 @@ class LogLinearGatedDeltaNet(Mixer):
         norm_eps: float = 1e-5,
         max_num_levels: int = MAX_LEVELS,
         level_policy: LevelPolicy = "error",
+        output_gate_activation: str = "swish",
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        if output_gate_activation not in ("silu", "swish"):
+            raise ValueError(
+                f"output_gate_activation: expected 'silu' or 'swish', got "
+                f"{output_gate_activation!r}"
+            )
         value_heads = num_heads if num_v_heads is None else num_v_heads
         value_size = int(head_dim * expand_v)
         if value_size != head_dim * expand_v:
@@ -121,20 +126,18 @@ class LogLinearGatedDeltaNet(Mixer):
     def _mix(
         self, x: Tensor, last: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
+        state = self._stepping_state(x, last, use_cache, cu_seqlens)
         inputs = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         conv_states: list[Tensor] = []
         if self.use_short_conv:
             convs = [self.q_conv1d, self.k_conv1d, self.v_conv1d]
-            before = last.conv if last is not None else [None] * 3
-            if use_cache:
-                conv_states = [
-                    conv_state_after(u, self.conv_size, s, cu_seqlens)
-                    for u, s in zip(inputs, before, strict=True)
-                ]
-            inputs = [
-                causal_conv1d(c, u, s, cu_seqlens)
-                for c, u, s in zip(convs, inputs, before, strict=True)
-            ]
+            before = [None] * 3 if last is None else last.conv
+            in_place = state is not None
+            for i, (conv, conv_state) in enumerate(zip(convs, before, strict=True)):
+                inputs[i], after = causal_conv1d(
+                    conv, inputs[i], conv_state, cu_seqlens, keep=use_cache, in_place=in_place
+                )
+                conv_states += [] if after is None else [after]
         else:
             inputs = [F.silu(u) for u in inputs]
         q, k = (u.unflatten(-1, (self.num_heads, self.head_k_dim)) for u in inputs[:2])
@@ -147,7 +150,6 @@ class LogLinearGatedDeltaNet(Mixer):
         dl = self.l_proj(x).unflatten(-1, (self.num_v_heads, -1))
         level_scales = F.softplus(self.L * dl).to(v.dtype)
 
-        state = self._stepping_state(x, last, use_cache, cu_seqlens)
         if state is not None:
             o = log_linear_gated_delta_rule_step(
                 q,

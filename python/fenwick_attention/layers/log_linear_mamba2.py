@@ -19,7 +19,6 @@ from fenwick_attention.layers.common import (
     Mixer,
     at_least_float32,
     causal_conv1d,
-    conv_state_after,
     inverse_softplus_uniform,
     mark_no_weight_decay,
 )
@@ -71,7 +70,7 @@ class LogLinearMamba2(Mixer):
         head_dim: int = 64,
         hidden_size: int = 2048,
         state_size: int = 128,
-        expand: int = 2,
+        expand: float = 2,
         n_groups: int = 1,
         conv_kernel: int = 4,
         conv_init: float | None = None,
@@ -93,7 +92,7 @@ class LogLinearMamba2(Mixer):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        d_inner = int(expand * hidden_size)
+        d_inner = round(expand * hidden_size)
         if num_heads * head_dim != d_inner:
             raise ValueError(
                 f"num_heads: expected num_heads * head_dim == expand * hidden_size = {d_inner}, "
@@ -137,11 +136,15 @@ class LogLinearMamba2(Mixer):
         self, x: Tensor, last: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
         z, xbc, dt, dl = self.in_proj(x).split(self.projections, dim=-1)
-        conv_in = last.conv[0] if last is not None else None
-        conv_states = []
-        if use_cache:
-            conv_states.append(conv_state_after(xbc, self.conv_kernel, conv_in, cu_seqlens))
-        xbc = causal_conv1d(self.conv1d, xbc, conv_in, cu_seqlens)
+        state = self._stepping_state(x, last, use_cache, cu_seqlens)
+        xbc, conv_state = causal_conv1d(
+            self.conv1d,
+            xbc,
+            None if last is None else last.conv[0],
+            cu_seqlens,
+            keep=use_cache,
+            in_place=state is not None,
+        )
         groups = self.n_groups * self.state_size
         u, b, c = xbc.split([self.d_inner, groups, groups], dim=-1)
         u = u.unflatten(-1, (self.num_heads, self.head_dim))
@@ -153,7 +156,6 @@ class LogLinearMamba2(Mixer):
         level_scales = F.softplus(self.L * dl.unflatten(-1, (self.num_heads, -1))).to(u.dtype)
         v = (u * dt[..., None]).to(u.dtype)
 
-        state = self._stepping_state(x, last, use_cache, cu_seqlens)
         if state is not None:
             y = log_linear_attention_step(
                 c, b, v, g, level_scales, state, level_policy=self.level_policy
@@ -174,5 +176,5 @@ class LogLinearMamba2(Mixer):
         y = y + u * (skip[:, None] if skip.numel() == self.num_heads else skip.view_as(u[0, 0]))
         y = y.flatten(-2)
         y = self.norm(y, z) if self.norm is not None else y * F.silu(z)
-        new = None if state is None else LayerState(conv_states, state)
+        new = None if state is None or conv_state is None else LayerState([conv_state], state)
         return self.out_proj(y), new
