@@ -62,14 +62,26 @@ void Require(const json& object, const char* key, const T& only) {
   }
 }
 
-void RejectUnsupported(const json& object, MixerKind kind) {
-  if (Present(object, "hidden_act")) {
-    const json& activation = object.at("hidden_act");
-    if (activation != "silu" && activation != "swish") {
-      Reject("hidden_act", "silu or swish", activation.dump());
-    }
+void RequireNull(const json& object, const char* key) {
+  if (Present(object, key)) Reject(key, "null", object.at(key).dump());
+}
+
+// As ParseJson leaves a bare one, as transformers 5 writes it, or as a number.
+bool IsInfinity(const json& value) {
+  return value.is_null() || value == json{{"__float__", "Infinity"}} ||
+         value == std::numeric_limits<double>::infinity();
+}
+
+void RequireSilu(const json& object, const char* key) {
+  if (Present(object, key) && object.at(key) != "silu" && object.at(key) != "swish") {
+    Reject(key, "silu or swish", object.at(key).dump());
   }
+}
+
+void RejectUnsupported(const json& object, MixerKind kind) {
+  RequireSilu(object, "hidden_act");
   Require(object, "residual_in_fp32", false);
+  RequireNull(object, "attnres_block_size");
   if (IsMamba(kind)) {
     Require(object, "norm_before_gate", false);
     Require(object, "rmsnorm", true);
@@ -78,22 +90,33 @@ void RejectUnsupported(const json& object, MixerKind kind) {
     for (const char* key : {"dt_limit", "time_step_limit"}) {
       if (!Present(object, key)) continue;
       const json& limit = object.at(key);
-      const bool open = limit.is_array() && limit.size() == 2 && limit[0] == 0.0 &&
-                        (limit[1].is_null() || limit[1] == std::numeric_limits<double>::infinity());
+      const bool open =
+          limit.is_array() && limit.size() == 2 && limit[0] == 0.0 && IsInfinity(limit[1]);
       if (!open) Reject(key, "[0, Infinity]", limit.dump());
     }
   }
   if (IsGatedDelta(kind)) {
     Require(object, "use_gate", true);
     Require(object, "use_short_conv", true);
-    if (Present(object, "attn")) Reject("attn", "null", object.at("attn").dump());
+    RequireNull(object, "attn");
+    RequireSilu(object, "output_gate_activation");
   }
   if (kind == MixerKind::kAttention) {
     Require(object, "qk_norm", false);
-    if (Present(object, "window_size")) {
-      Reject("window_size", "null", object.at("window_size").dump());
-    }
+    RequireNull(object, "window_size");
   }
+}
+
+// The peers' rounding.
+std::int64_t SwiGluSize(std::int64_t hidden_size, double hidden_ratio) {
+  constexpr std::int64_t kMultiple = 256;
+  const auto size = static_cast<std::int64_t>(hidden_size * hidden_ratio * 2 / 3);
+  return (size + kMultiple - 1) / kMultiple * kMultiple;
+}
+
+// Inner size of Mamba-2; rounded, since `fenwick train` writes expand as the ratio of two integers.
+std::int64_t Expanded(const ModelConfig& config) {
+  return std::llround(config.expand * static_cast<double>(config.hidden_size));
 }
 
 void Positive(const char* key, std::int64_t value) {
@@ -133,7 +156,7 @@ ModelConfig ModelConfig::Defaults(MixerKind kind) {
 
 std::int64_t ModelConfig::Heads() const {
   if (IsMamba(mixer)) {
-    return num_heads > 0 ? num_heads : static_cast<std::int64_t>(expand * hidden_size) / head_dim;
+    return num_heads > 0 ? num_heads : Expanded(*this) / head_dim;
   }
   const std::int64_t heads = num_heads > 0 ? num_heads : hidden_size / head_dim;
   return IsGatedDelta(mixer) && num_v_heads > 0 ? num_v_heads : heads;
@@ -157,9 +180,7 @@ std::int64_t ModelConfig::ValueSize() const {
 }
 
 std::int64_t ModelConfig::IntermediateSize() const {
-  if (intermediate_size > 0) return intermediate_size;
-  constexpr std::int64_t kMultiple = 256;  // the peers' rounding
-  return (8 * hidden_size + 3 * kMultiple - 1) / (3 * kMultiple) * kMultiple;
+  return intermediate_size > 0 ? intermediate_size : SwiGluSize(hidden_size, 4);
 }
 
 void ModelConfig::Validate() const {
@@ -179,10 +200,9 @@ void ModelConfig::Validate() const {
     Reject(IsMamba(mixer) ? "n_groups" : "num_heads", "a divisor of the number of heads",
            std::to_string(Groups()) + " for " + std::to_string(Heads()) + " heads");
   }
-  if (IsMamba(mixer) && InnerSize() != static_cast<std::int64_t>(expand * hidden_size)) {
+  if (IsMamba(mixer) && InnerSize() != Expanded(*this)) {
     Reject("num_heads",
-           "expand * hidden_size / head_dim = " +
-               std::to_string(static_cast<std::int64_t>(expand * hidden_size) / head_dim) +
+           "expand * hidden_size / head_dim = " + std::to_string(Expanded(*this) / head_dim) +
                " without remainder",
            std::to_string(Heads()));
   }
@@ -223,6 +243,9 @@ ModelConfig ConfigFromJson(const json& object) {
   Read(object, {"vocab_size"}, config.vocab_size);
   Read(object, {"hidden_size"}, config.hidden_size);
   Read(object, {"num_hidden_layers"}, config.num_hidden_layers);
+  double hidden_ratio = 0;
+  Read(object, {"hidden_ratio"}, hidden_ratio);
+  if (hidden_ratio > 0) config.intermediate_size = SwiGluSize(config.hidden_size, hidden_ratio);
   Read(object, {"intermediate_size"}, config.intermediate_size);
   Read(object, {"norm_eps"}, config.norm_eps);
   Read(object, {"tie_word_embeddings"}, config.tie_word_embeddings);
@@ -239,8 +262,15 @@ ModelConfig ConfigFromJson(const json& object) {
   Read(object, {"use_bias", "qkv_bias"}, config.use_bias);
   Read(object, {"allow_neg_eigval"}, config.allow_neg_eigval);
   Read(object, {"rope_theta"}, config.rope_theta);
-  Read(object, {"num_levels"}, config.num_levels);
+  Read(object, {"max_num_levels", "num_levels"}, config.num_levels);
   Read(object, {"saturate"}, config.saturate);
+  if (Present(object, "level_policy")) {
+    const json& policy = object.at("level_policy");
+    if (policy != "error" && policy != "saturate") {
+      Reject("level_policy", "\"error\" or \"saturate\"", policy.dump());
+    }
+    config.saturate = policy == "saturate";
+  }
   Read(object, {"initializer_range"}, config.initializer_range);
   Read(object, {"conv_init"}, config.conv_init);
   Read(object, {"rescale_prenorm_residual"}, config.rescale_prenorm_residual);
@@ -270,6 +300,10 @@ json ConfigToJson(const ModelConfig& config) {
       {"initializer_range", config.initializer_range},
       {"rescale_prenorm_residual", config.rescale_prenorm_residual},
       {"hidden_act", "silu"},
+      // No token is special; Python's defaults would stop generation at one and not train another.
+      {"bos_token_id", nullptr},
+      {"eos_token_id", nullptr},
+      {"pad_token_id", nullptr},
   };
   if (config.mixer == MixerKind::kAttention) {
     object["num_heads"] = config.Heads();
@@ -302,13 +336,15 @@ json ConfigToJson(const ModelConfig& config) {
     object["allow_neg_eigval"] = config.allow_neg_eigval;
   }
   if (IsLogLinear(config.mixer)) {
-    object["num_levels"] = config.num_levels;
-    object["saturate"] = config.saturate;
+    object["max_num_levels"] = config.num_levels;
+    object["level_policy"] = config.saturate ? "saturate" : "error";
   }
   return object;
 }
 
-ModelConfig ParseConfig(const std::string& text) {
+ModelConfig ParseConfig(const std::string& text) { return ConfigFromJson(ParseJson(text)); }
+
+json ParseJson(const std::string& text) {
   std::string strict;
   strict.reserve(text.size());
   const std::string infinity = "Infinity";
@@ -323,9 +359,9 @@ ModelConfig ParseConfig(const std::string& text) {
     if (text[i] == '"') quoted = !quoted;
     if (quoted && text[i] == '\\' && i + 1 < text.size()) strict += text[++i];
   }
-  const json object = json::parse(strict, nullptr, /*allow_exceptions=*/false);
-  if (object.is_discarded()) Reject("the text", "valid JSON", "something else");
-  return ConfigFromJson(object);
+  json parsed = json::parse(strict, nullptr, /*allow_exceptions=*/false);
+  if (parsed.is_discarded()) Reject("the text", "valid JSON", "something else");
+  return parsed;
 }
 
 }  // namespace fenwick::models

@@ -39,7 +39,8 @@ struct ModelConfig {
   std::int64_t vocab_size = 32000;
   std::int64_t hidden_size = 2048;
   std::int64_t num_hidden_layers = 24;
-  std::int64_t intermediate_size = 0;  // of the SwiGLU; 0: ceil((8/3 hidden_size) / 256) * 256
+  std::int64_t intermediate_size = 0;  // of the SwiGLU; 0: ceil((8/3 hidden_size) / 256) * 256,
+                                       // or what hidden_ratio gives in place of the 4 in 8/3
   double norm_eps = 1e-5;
   bool tie_word_embeddings = false;
 
@@ -63,6 +64,8 @@ struct ModelConfig {
 
   // Log-linear only: levels of L, enough for 2^(num_levels - 2) + 1 .. 2^(num_levels - 1) tokens.
   // saturate: the last level absorbs what is older; otherwise a longer sequence is an error.
+  // Written as the Python package does, "max_num_levels" and "level_policy" ("error", "saturate");
+  // the names here are read too.
   std::int64_t num_levels = 15;
   bool saturate = false;
 
@@ -99,8 +102,11 @@ struct ModelConfig {
 ModelConfig ConfigFromJson(const nlohmann::json& json);
 nlohmann::json ConfigToJson(const ModelConfig& config);
 
-// The same on text. Python writes infinities bare ("dt_limit": [0.0, Infinity]), which is not JSON
-// but is accepted here.
+// The same on text, which ParseJson reads.
 ModelConfig ParseConfig(const std::string& text);
+
+// JSON as Python writes it: infinities may stand bare ("dt_limit": [0.0, Infinity]) and become
+// null. Throws Error on anything else that is not JSON.
+nlohmann::json ParseJson(const std::string& text);
 
 }  // namespace fenwick::models

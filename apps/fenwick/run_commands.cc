@@ -28,11 +28,29 @@ struct Loaded {
   models::LanguageModel model{nullptr};
 };
 
+// For a folder that holds a model but no run (Python's save_pretrained wrote it): a model of bytes,
+// in the element type that its configuration names.
+tasks::TrainOptions OptionsOfModel(const std::string& path, const json& config,
+                                   const models::ModelConfig& model) {
+  if (model.vocab_size != tasks::kByteVocabulary) {
+    throw Error(path + ": expected a run folder or a model of bytes, vocab_size " +
+                std::to_string(tasks::kByteVocabulary) + ", got vocab_size " +
+                std::to_string(model.vocab_size));
+  }
+  tasks::TrainOptions options;
+  options.task = "text";
+  options.levels = model.num_levels;
+  options.saturate = model.saturate;
+  if (config.contains("dtype") && config["dtype"].is_string()) options.dtype = config["dtype"];
+  return options;
+}
+
 Loaded LoadRun(const std::string& path, const std::string& device, const std::string& dtype) {
-  const tasks::RunFolder folder{path};
   Loaded run;
-  run.options = tasks::OptionsFromJson(folder.ReadConfig()["fenwick_run"]);
   run.model = models::LoadModel(path);
+  const json config = models::ParseJson(tasks::ReadFile(tasks::RunFolder{path}.config()));
+  run.options = config.contains("fenwick_run") ? tasks::OptionsFromJson(config["fenwick_run"])
+                                               : OptionsOfModel(path, config, run.model->config());
   run.model->to(tasks::DeviceOf(device), tasks::DTypeOf(dtype.empty() ? run.options.dtype : dtype));
   run.model->eval();
   return run;
@@ -104,8 +122,8 @@ int RunInfo(const InfoOptions& options) {
     return 0;
   }
   const tasks::RunFolder folder{options.path};
-  const json config = folder.ReadConfig();
-  std::printf("%s\n", config["fenwick_run"].dump(2).c_str());
+  const json config = models::ParseJson(tasks::ReadFile(folder.config()));
+  std::printf("%s\n", config.value("fenwick_run", config).dump(2).c_str());
   if (std::filesystem::exists(folder.model())) {
     std::printf("parameters: %lld\n",
                 static_cast<long long>(models::LoadModel(options.path)->num_parameters()));

@@ -121,7 +121,7 @@ void VerifyLayer(const std::string& path, models::SafetensorsFile file, torch::D
   json["model_type"] = MixerOf(file.tensors);
   // The default of the peers' layers; their models pass 1e-6 to the gated delta rule's.
   if (!json.contains("norm_eps")) json["norm_eps"] = 1e-5;
-  if (file.tensors.contains("L")) json["num_levels"] = file.tensors.at("L").size(-1);
+  if (file.tensors.contains("L")) json["max_num_levels"] = file.tensors.at("L").size(-1);
   const models::ModelConfig config = models::ConfigFromJson(json);
   std::shared_ptr<models::Mixer> mixer;
   if (models::IsMamba(config.mixer)) {

@@ -37,6 +37,31 @@ TEST(Config, ReadsThePeersFile) {
   EXPECT_TRUE(config.use_conv_bias);
 }
 
+TEST(Config, ReadsInfinityAsPythonWritesIt) {
+  for (const char* limit : {"[0.0, Infinity]", R"([0.0, {"__float__": "Infinity"}])", "null"}) {
+    EXPECT_EQ(
+        MessageOf(R"({"model_type": "log_linear_mamba2", "dt_limit": )" + std::string(limit) + "}"),
+        "")
+        << limit;
+  }
+}
+
+TEST(Config, ReadsEverySpellingOfLevelsAndMlp) {
+  const auto read = [](const std::string& pairs) {
+    return ParseConfig(R"({"model_type": "log_linear_gated_deltanet", "hidden_size": 256, )" +
+                       pairs + "}");
+  };
+  for (const char* pairs : {R"("max_num_levels": 9, "level_policy": "saturate")",
+                            R"("num_levels": 9, "saturate": true)"}) {
+    EXPECT_EQ(read(pairs).num_levels, 9) << pairs;
+    EXPECT_TRUE(read(pairs).saturate) << pairs;
+  }
+  EXPECT_FALSE(read(R"("level_policy": "error")").saturate);
+  EXPECT_EQ(read(R"("hidden_ratio": 4)").IntermediateSize(), 768);
+  EXPECT_EQ(read(R"("hidden_ratio": 2)").IntermediateSize(), 512);
+  EXPECT_EQ(read(R"("hidden_ratio": 2, "intermediate_size": 96)").IntermediateSize(), 96);
+}
+
 TEST(Config, SizesOfGatedDeltaNet) {
   const ModelConfig config = ParseConfig(R"({"model_type": "gated_deltanet", "hidden_size": 512,
     "head_dim": 64, "num_heads": 4, "num_v_heads": 8, "expand_v": 2, "conv_size": 3})");
@@ -90,6 +115,8 @@ TEST(Config, RejectsByName) {
   EXPECT_NE(with(R"("dt_limit": [0.001, Infinity])").find("dt_limit"), std::string::npos);
   EXPECT_NE(with(R"("num_levels": 0)").find("num_levels"), std::string::npos);
   EXPECT_NE(with(R"("A_init_range": [4])").find("A_init_range"), std::string::npos);
+  EXPECT_NE(with(R"("level_policy": "wrap")").find("level_policy"), std::string::npos);
+  EXPECT_NE(with(R"("attnres_block_size": 2)").find("attnres_block_size"), std::string::npos);
 }
 
 }  // namespace

@@ -1,5 +1,8 @@
 """Hugging Face models: golden logits, saving, generation, training."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers import load_golden, relative_error
@@ -119,6 +122,48 @@ def test_peer_config_keys_are_understood():
     understood = models.LogLinearMamba2Config(**config)
     for key in ("vocab_size", "hidden_size", "state_size", "num_heads", "norm_eps"):
         assert getattr(understood, key) == config[key]
+
+
+def test_every_spelling_of_the_levels_is_understood():
+    for kind in (models.LogLinearMamba2Config, models.LogLinearGatedDeltaNetConfig):
+        for keys in (
+            {"max_num_levels": 9, "level_policy": "saturate"},
+            {"num_levels": 9, "saturate": True},
+        ):
+            config = kind(**keys)
+            assert (config.max_num_levels, config.level_policy) == (9, "saturate")
+            assert not hasattr(config, "num_levels") and not hasattr(config, "saturate")
+        assert kind(saturate=False).level_policy == "error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("Mamba2", "attnres_block_size", 4),
+        ("Mamba2", "residual_in_fp32", True),
+        ("Mamba2", "level_policy", "wrap"),
+        ("GatedDeltaNet", "attn", {"layers": [1]}),
+        ("GatedDeltaNet", "output_gate_activation", "sigmoid"),
+        ("GatedDeltaNet", "hidden_act", "gelu"),
+    ],
+)
+def test_configurations_refuse_what_is_not_implemented(kind, key, value):
+    with pytest.raises(ValueError, match=f"{key}: expected"):
+        getattr(models, f"LogLinear{kind}Config")(**{key: value})
+
+
+def test_padding_token_of_mamba2_is_trained_as_in_the_peers():
+    model = tiny("mamba2")
+    model(torch.zeros(1, 8, dtype=torch.int64)).logits.square().sum().backward()
+    assert model.backbone.embeddings.weight.grad[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_copy(kind):
+    model = tiny(kind)
+    ids = torch.randint(1, 50, (2, 30))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(ids).logits, model(ids).logits)
 
 
 def test_initialisation():

@@ -1,4 +1,9 @@
-"""Model configurations; keys and defaults are the peers' (flash-linear-attention, the authors)."""
+"""Model configurations; keys and defaults are the peers' (flash-linear-attention, the authors).
+
+Keys that change nothing here (``fuse_*``, ``chunk_size``, ``A_init_range``, ``fenwick_run`` of the
+program's run folders, ...) are kept and written back; one that asks for something that this package
+has not raises ``ValueError``.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,35 @@ from transformers import PretrainedConfig
 from fenwick_attention.layers.common import MAX_LEVELS
 
 
-def swiglu_size(hidden_size: int) -> int:
-    """Intermediate size of the MLP: ``ceil((8/3 d) / 256) * 256`` (SPEC "Layers")."""
-    return -(-(8 * hidden_size // 3) // 256) * 256
+def swiglu_size(hidden_size: int, hidden_ratio: float | None = None) -> int:
+    """Intermediate size of the MLP: ``ceil((8/3 d) / 256) * 256`` (SPEC "Layers"); the 8/3 is two
+    thirds of ``hidden_ratio``, 4 by default."""
+    return -(-int(hidden_size * (hidden_ratio or 4) * 2 / 3) // 256) * 256
 
 
-class LogLinearMamba2Config(PretrainedConfig):
+def _require(key: str, value: Any, *allowed: Any) -> None:
+    if value not in allowed:
+        expected = " or ".join(map(repr, allowed))
+        raise ValueError(f"{key}: expected {expected} (nothing else is implemented), got {value!r}")
+
+
+class _Config(PretrainedConfig):
+    """What both configurations read beside their own keys."""
+
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+
+    def _read_levels(self, max_num_levels: int, level_policy: str, kwargs: dict[str, Any]) -> None:
+        """Sets both attributes; the program's older spellings ``num_levels`` and ``saturate`` are
+        taken out of ``kwargs``."""
+        self.max_num_levels = kwargs.pop("num_levels", max_num_levels)
+        saturate = kwargs.pop("saturate", level_policy == "saturate")
+        self.level_policy = "saturate" if saturate else level_policy
+        _require("level_policy", self.level_policy, "error", "saturate")
+        _require("attnres_block_size", kwargs.get("attnres_block_size"), None)
+        _require("residual_in_fp32", kwargs.get("residual_in_fp32", False), False)
+
+
+class LogLinearMamba2Config(_Config):
     """Configuration of :class:`LogLinearMamba2ForCausalLM`.
 
     ``num_heads`` defaults to ``expand * hidden_size / head_dim``. ``max_num_levels`` is ``L`` and
@@ -22,7 +50,6 @@ class LogLinearMamba2Config(PretrainedConfig):
     """
 
     model_type = "log_linear_mamba2"
-    keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     def __init__(
         self,
@@ -32,7 +59,7 @@ class LogLinearMamba2Config(PretrainedConfig):
         num_hidden_layers: int = 48,
         head_dim: int = 64,
         num_heads: int | None = None,
-        expand: int = 2,
+        expand: float = 2,
         n_groups: int = 1,
         conv_kernel: int = 4,
         conv_init: float | None = None,
@@ -63,7 +90,7 @@ class LogLinearMamba2Config(PretrainedConfig):
         self.state_size = state_size
         self.num_hidden_layers = num_hidden_layers
         self.head_dim = head_dim
-        self.num_heads = int(expand * hidden_size) // head_dim if num_heads is None else num_heads
+        self.num_heads = round(expand * hidden_size) // head_dim if num_heads is None else num_heads
         self.expand = expand
         self.n_groups = n_groups
         self.conv_kernel = conv_kernel
@@ -81,8 +108,7 @@ class LogLinearMamba2Config(PretrainedConfig):
         self.dt_init_floor = dt_init_floor
         self.initializer_range = initializer_range
         self.rescale_prenorm_residual = rescale_prenorm_residual
-        self.max_num_levels = max_num_levels
-        self.level_policy = level_policy
+        self._read_levels(max_num_levels, level_policy, kwargs)
         self.use_cache = use_cache
         super().__init__(
             pad_token_id=pad_token_id,
@@ -93,11 +119,10 @@ class LogLinearMamba2Config(PretrainedConfig):
         )
 
 
-class LogLinearGatedDeltaNetConfig(PretrainedConfig):
+class LogLinearGatedDeltaNetConfig(_Config):
     """Configuration of :class:`LogLinearGatedDeltaNetForCausalLM`."""
 
     model_type = "log_linear_gated_deltanet"
-    keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     def __init__(
         self,
@@ -113,6 +138,7 @@ class LogLinearGatedDeltaNetConfig(PretrainedConfig):
         allow_neg_eigval: bool = False,
         conv_size: int = 4,
         conv_bias: bool = False,
+        hidden_ratio: float | None = 4,
         intermediate_size: int | None = None,
         hidden_act: str = "swish",
         norm_eps: float = 1e-6,
@@ -139,13 +165,17 @@ class LogLinearGatedDeltaNetConfig(PretrainedConfig):
         self.allow_neg_eigval = allow_neg_eigval
         self.conv_size = conv_size
         self.conv_bias = conv_bias
+        self.hidden_ratio = hidden_ratio
         self.intermediate_size = intermediate_size
         self.hidden_act = hidden_act
         self.norm_eps = norm_eps
         self.initializer_range = initializer_range
         self.rescale_prenorm_residual = rescale_prenorm_residual
-        self.max_num_levels = max_num_levels
-        self.level_policy = level_policy
+        self._read_levels(max_num_levels, level_policy, kwargs)
+        _require("hidden_act", hidden_act, "swish", "silu")
+        gate = kwargs.get("output_gate_activation", "swish")
+        _require("output_gate_activation", gate, "swish", "silu")
+        _require("attn", kwargs.get("attn"), None)
         self.use_cache = use_cache
         super().__init__(
             pad_token_id=pad_token_id,

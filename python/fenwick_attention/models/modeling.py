@@ -50,9 +50,8 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int | None) -> None:
+    def __init__(self, hidden_size: int, size: int) -> None:
         super().__init__()
-        size = intermediate_size or swiglu_size(hidden_size)
         self.gate_proj = nn.Linear(hidden_size, size, bias=False)
         self.up_proj = nn.Linear(hidden_size, size, bias=False)
         self.down_proj = nn.Linear(size, hidden_size, bias=False)
@@ -90,7 +89,9 @@ class Block(GradientCheckpointingLayer):
         self.add_module(self._norm_name, RMSNorm(config.hidden_size, config.norm_eps))
         self.add_module(self._mixer_name, mixer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, getattr(config, "intermediate_size", None))
+        size = getattr(config, "intermediate_size", None)
+        ratio = getattr(config, "hidden_ratio", None)
+        self.mlp = SwiGLU(config.hidden_size, size or swiglu_size(config.hidden_size, ratio))
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         norm, mixer = getattr(self, self._norm_name), getattr(self, self._mixer_name)
@@ -142,10 +143,12 @@ class _Model(_PreTrainedModel):
     _block_names: tuple[str, str]
     _final_norm_name: str
     _make_mixer: Any
+    _pads_embedding = False  # whether the embedding of pad_token_id is never trained
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        padding = config.pad_token_id if self._pads_embedding else None
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding)
         make_mixer = type(self)._make_mixer
         self.layers = nn.ModuleList(
             Block(config, make_mixer(config, i), self._block_names)
@@ -297,6 +300,7 @@ class LogLinearGatedDeltaNetModel(_Model):
     config_class = LogLinearGatedDeltaNetConfig
     base_model_prefix = "model"
     _block_names = ("attn_norm", "attn")
+    _pads_embedding = True
     _final_norm_name = "norm"
     _make_mixer = staticmethod(_gated_deltanet_mixer)
 
