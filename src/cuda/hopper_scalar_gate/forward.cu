@@ -88,7 +88,7 @@ void Forward(const Inputs& inputs, const TensorView& o, const StateView& final_s
   ForwardParams params =
       SetUpForward(plan, plan.workspace, inputs, static_cast<char*>(context.workspace), stream);
   params.o = o.data;
-  params.o_mapped = CanMapTensor(o);
+  params.o_mapped = CanMapStores(o);
   params.o_batch_stride = o.stride(0);
   params.o_token_stride = o.stride(1);
   params.o_head_stride = o.stride(2);

@@ -25,4 +25,10 @@ inline bool CanMapTensor(const TensorView& view) {
   return true;
 }
 
+// The copy engine's tiled stores write whole groups of 16 bytes: of rows that end inside one, also
+// the bytes behind (found on an H200; loads stop at the last element).
+inline bool CanMapStores(const TensorView& view) {
+  return CanMapTensor(view) && view.size(3) * ElementSize(view.dtype) % kMapAlignment == 0;
+}
+
 }  // namespace fenwick::cuda
