@@ -2,8 +2,11 @@
 // every tensor and in every level scale that must not be read, outputs and workspace poisoned, a
 // float64 reference on the GPU, medians with the L2 cache flushed.
 //
-//   hopper_scalar_gate check        every feature at small sizes
-//   hopper_scalar_gate time         the shapes of docs/performance-cuda.md
+//   hopper_scalar_gate check [CASE [SEED [COUNT]]]   every feature at small sizes
+//   hopper_scalar_gate time [CASE]                   the shapes of docs/performance-cuda.md
+//   hopper_scalar_gate once [CASE]                   each of them once, for a profiler
+//
+// CASE is part of a name; COUNT seeds from SEED on (random: 0) are checked.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -12,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -80,11 +84,15 @@ struct Case {
   Gates gates = Gates::kMixed;
   std::vector<I64> packed;  // sequence lengths; B = 1, T their sum
   float scale = 1.0f;
+  int gap = 0;                // elements between the rows of q, k, v, o and their gradients
+  bool expanded = false;      // d_o is one row of V, with stride 0 on every other axis
+  std::size_t workspace = 0;  // that the backward aims at; 0: the default
 };
 
 // Geometry on the device.
 struct Shape {
   int T, G, H, K, V, L;
+  int key_row, value_row;  // elements from one row of K or V to the next
   bool saturate;
   float scale;
   const int* position;  // [T] position of a token in its sequence (the same for every batch row)
@@ -95,10 +103,28 @@ __device__ int LevelOf(const Shape& s, int t, int source) {
   return s.saturate ? min(level, s.L - 1) : level;
 }
 
-__global__ void FillNormal(Array x, I64 n, std::uint32_t seed, float scale) {
+// n elements in rows of `width`, `row` elements apart.
+__global__ void FillNormal(Array x, I64 n, int width, int row, std::uint32_t seed, float scale) {
   for (I64 i = blockIdx.x * I64{blockDim.x} + threadIdx.x; i < n;
        i += I64{gridDim.x} * blockDim.x) {
-    x.Store(i, Normal(i, seed) * scale);
+    x.Store(i / width * row + i % width, Normal(i, seed) * scale);
+  }
+}
+
+// Copies row 0 over all rows.
+__global__ void RepeatRow(Array x, I64 n, int width, int row) {
+  for (I64 i = blockIdx.x * I64{blockDim.x} + threadIdx.x; i < n;
+       i += I64{gridDim.x} * blockDim.x) {
+    if (i >= width) x.Store(i / width * row + i % width, static_cast<float>(x.Load(i % width)));
+  }
+}
+
+// Counts bytes that are not 0xff between rows of 16-bit elements.
+__global__ void CountGapWrites(const unsigned char* x, I64 rows, int width, int row, int* count) {
+  const int gap = 2 * (row - width);
+  for (I64 i = blockIdx.x * I64{blockDim.x} + threadIdx.x; i < rows * gap;
+       i += I64{gridDim.x} * blockDim.x) {
+    if (x[i / gap * 2 * row + 2 * width + i % gap] != 0xff) atomicAdd(count, 1);
   }
 }
 
@@ -152,7 +178,8 @@ __global__ void ReferenceOutput(Array q, Array k, Array v, Array scales, const d
     if (source <= position) {
       const I64 other = row - position + source;
       for (int i = 0; i < s.K; ++i) {
-        w += q.Load((row * s.G + group) * s.K + i) * k.Load((other * s.G + group) * s.K + i);
+        w += q.Load((row * s.G + group) * s.key_row + i) *
+             k.Load((other * s.G + group) * s.key_row + i);
       }
       w *= s.scale * scales.Load((row * s.H + h) * s.L + LevelOf(s, position, source)) *
            exp(sums[row * s.H + h] - sums[other * s.H + h]);
@@ -162,7 +189,7 @@ __global__ void ReferenceOutput(Array q, Array k, Array v, Array scales, const d
     __syncthreads();
     for (int x = threadIdx.x, c = 0; x < s.V; x += 128, ++c) {
       for (int i = 0; i < 128 && s0 + i <= position; ++i) {
-        sum[c] += weight[i] * v.Load(((row - position + s0 + i) * s.H + h) * s.V + x);
+        sum[c] += weight[i] * v.Load(((row - position + s0 + i) * s.H + h) * s.value_row + x);
       }
     }
   }
@@ -172,10 +199,12 @@ __global__ void ReferenceOutput(Array q, Array k, Array v, Array scales, const d
 
 // Backward reference, first part: grid (T, H, B), 128 threads; query t against all its sources.
 // p [B, H, T, T] and e [B, G, T, T] are P and, summed over heads, dS; reads, writes [B, T, H] are
-// the sums of P dP over sources and over queries. All but p start at zero.
+// the sums of P dP over sources and over queries, read_squares and write_squares those of its
+// squares. All but p start at zero.
 __global__ void ReferencePairs(Array q, Array k, Array v, Array d_o, Array scales,
                                const double* sums, Shape s, double* p, double* e, double* dscales,
-                               double* reads, double* writes) {
+                               double* reads, double* writes, double* read_squares,
+                               double* write_squares) {
   const int t = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
   const I64 row = I64{b} * s.T + t;
   const int group = h / (s.H / s.G), position = s.position[t];
@@ -183,10 +212,12 @@ __global__ void ReferencePairs(Array q, Array k, Array v, Array d_o, Array scale
     const I64 other = row - position + source;
     double x = 0, y = 0;
     for (int i = 0; i < s.K; ++i) {
-      x += q.Load((row * s.G + group) * s.K + i) * k.Load((other * s.G + group) * s.K + i);
+      x += q.Load((row * s.G + group) * s.key_row + i) *
+           k.Load((other * s.G + group) * s.key_row + i);
     }
     for (int i = 0; i < s.V; ++i) {
-      y += d_o.Load((row * s.H + h) * s.V + i) * v.Load((other * s.H + h) * s.V + i);
+      y +=
+          d_o.Load((row * s.H + h) * s.value_row + i) * v.Load((other * s.H + h) * s.value_row + i);
     }
     const int level = LevelOf(s, position, source);
     const double decay = s.scale * exp(sums[row * s.H + h] - sums[other * s.H + h]);
@@ -197,6 +228,8 @@ __global__ void ReferencePairs(Array q, Array k, Array v, Array d_o, Array scale
     atomicAdd(&dscales[(row * s.H + h) * s.L + level], decay * x * y);
     atomicAdd(&reads[row * s.H + h], w * x * y);
     atomicAdd(&writes[other * s.H + h], w * x * y);
+    atomicAdd(&read_squares[row * s.H + h], w * x * y * w * x * y);
+    atomicAdd(&write_squares[other * s.H + h], w * x * y * w * x * y);
   }
 }
 
@@ -207,10 +240,10 @@ __global__ void ReferenceKeys(Array q, Array k, const double* e, Shape s, double
   const double* matrix = e + (I64{b} * s.G + group) * s.T * s.T;
   double a = 0, c = 0;
   for (int i = t - s.position[t]; i <= t; ++i) {
-    a += matrix[I64{t} * s.T + i] * k.Load(((I64{b} * s.T + i) * s.G + group) * s.K + x);
+    a += matrix[I64{t} * s.T + i] * k.Load(((I64{b} * s.T + i) * s.G + group) * s.key_row + x);
   }
   for (int i = t; i < s.T && i - t == s.position[i] - s.position[t]; ++i) {
-    c += matrix[I64{i} * s.T + t] * q.Load(((I64{b} * s.T + i) * s.G + group) * s.K + x);
+    c += matrix[I64{i} * s.T + t] * q.Load(((I64{b} * s.T + i) * s.G + group) * s.key_row + x);
   }
   dq[(row * s.G + group) * s.K + x] = a;
   dk[(row * s.G + group) * s.K + x] = c;
@@ -222,7 +255,7 @@ __global__ void ReferenceValues(Array d_o, const double* p, Shape s, double* dv)
   double sum = 0;
   for (int i = t; i < s.T && i - t == s.position[i] - s.position[t]; ++i) {
     sum += p[((I64{b} * s.H + h) * s.T + i) * s.T + t] *
-           d_o.Load(((I64{b} * s.T + i) * s.H + h) * s.V + x);
+           d_o.Load(((I64{b} * s.T + i) * s.H + h) * s.value_row + x);
   }
   dv[((I64{b} * s.T + t) * s.H + h) * s.V + x] = sum;
 }
@@ -239,16 +272,18 @@ __global__ void ReferenceGates(const double* reads, const double* writes, Shape 
   }
 }
 
-// Squared error and squared norm of each head; rows of `x` at tokens first + i * step. Grid H.
-__global__ void Compare(Array x, const double* reference, int H, int width, int T, int B, int first,
-                        int step, int samples, double* error, double* norm) {
+// Squared error and squared norm of each head; rows of `x`, `row` elements apart, at tokens first +
+// i
+// * step. Grid H.
+__global__ void Compare(Array x, const double* reference, int H, int width, int row, int T, int B,
+                        int first, int step, int samples, double* error, double* norm) {
   const int h = blockIdx.x;
   double e = 0, n = 0;
   for (I64 i = threadIdx.x; i < I64{B} * samples * width; i += blockDim.x) {
     const I64 sample = i / width, column = i % width;
     const I64 b = sample / samples, t = first + sample % samples * step;
     const double r = reference[(sample * H + h) * width + column];
-    const double d = x.Load(((b * T + t) * H + h) * width + column) - r;
+    const double d = x.Load(((b * T + t) * H + h) * row + column) - r;
     e += d * d;
     n += r * r;
   }
@@ -331,16 +366,41 @@ struct Problem {
   }
   DType ScalesType() const { return c.scales_f32 ? DType::kFloat32 : c.dtype; }
   I64 tokens() const { return I64{c.B} * c.T; }
+  int key_row() const { return c.K + c.gap; }
+  int value_row() const { return c.V + c.gap; }
+  I64 key_bytes() const { return 2 * tokens() * c.G * key_row(); }
+  I64 value_bytes() const { return 2 * tokens() * c.H * value_row(); }
+  // [B, T, heads, width] with rows `row` elements apart.
+  TensorView View(const Buffer& x, int heads, int width, int row) const {
+    TensorView view(x.data(), c.dtype, {c.B, c.T, heads, width});
+    view.strides[0] = I64{c.T} * heads * row;
+    view.strides[1] = I64{heads} * row;
+    view.strides[2] = row;
+    return view;
+  }
+  TensorView Keys(const Buffer& x) const { return View(x, c.G, c.K, key_row()); }
+  TensorView Values(const Buffer& x) const { return View(x, c.H, c.V, value_row()); }
+  // Bytes written between the rows of x.
+  int GapWrites(const Buffer& x, int heads, int width) const {
+    Buffer count(4);
+    Check(cudaMemset(count.data(), 0, 4), "cudaMemset");
+    CountGapWrites<<<1024, 256>>>(reinterpret_cast<const unsigned char*>(x.data()),
+                                  tokens() * heads, width, width + c.gap,
+                                  reinterpret_cast<int*>(count.data()));
+    int host;
+    Check(cudaMemcpy(&host, count.data(), 4, cudaMemcpyDeviceToHost), "gap writes");
+    return host;
+  }
 
   Problem(const Case& given, std::uint32_t seed)
       : c(Complete(given)),
         L(c.L),
-        q(2 * tokens() * c.G * c.K),
-        k(2 * tokens() * c.G * c.K),
-        v(2 * tokens() * c.H * c.V),
+        q(key_bytes()),
+        k(key_bytes()),
+        v(value_bytes()),
         g(4 * tokens() * c.H),
         scales((c.scales_f32 ? 4 : 2) * tokens() * c.H * c.L),
-        o(2 * tokens() * c.H * c.V),
+        o(value_bytes()),
         position(4 * c.T),
         seed(seed) {
     std::vector<int> positions(c.T);
@@ -357,12 +417,22 @@ struct Problem {
     Check(
         cudaMemcpy(position.data(), positions.data(), 4 * positions.size(), cudaMemcpyHostToDevice),
         "positions");
-    shape = {c.T,        c.G,     c.H,
-             c.K,        c.V,     c.L,
-             c.saturate, c.scale, reinterpret_cast<const int*>(position.data())};
-    FillNormal<<<1024, 256>>>({q.data(), c.dtype}, tokens() * c.G * c.K, seed, 0.3f);
-    FillNormal<<<1024, 256>>>({k.data(), c.dtype}, tokens() * c.G * c.K, seed + 1, 0.3f);
-    FillNormal<<<1024, 256>>>({v.data(), c.dtype}, tokens() * c.H * c.V, seed + 2, 1.f);
+    shape = {c.T,
+             c.G,
+             c.H,
+             c.K,
+             c.V,
+             c.L,
+             key_row(),
+             value_row(),
+             c.saturate,
+             c.scale,
+             reinterpret_cast<const int*>(position.data())};
+    FillNormal<<<1024, 256>>>({q.data(), c.dtype}, tokens() * c.G * c.K, c.K, key_row(), seed, .3f);
+    FillNormal<<<1024, 256>>>({k.data(), c.dtype}, tokens() * c.G * c.K, c.K, key_row(), seed + 1,
+                              .3f);
+    FillNormal<<<1024, 256>>>({v.data(), c.dtype}, tokens() * c.H * c.V, c.V, value_row(), seed + 2,
+                              1.f);
     FillScales<<<1024, 256>>>({scales.data(), ScalesType()}, shape, tokens() * c.H * c.L, seed + 3);
     FillGates<<<1024, 256>>>(reinterpret_cast<float*>(g.data()), c.H, tokens() * c.H, c.gates,
                              seed + 4);
@@ -371,9 +441,9 @@ struct Problem {
 
   fenwick::Inputs Inputs() const {
     fenwick::Inputs in;
-    in.q = TensorView(q.data(), c.dtype, {c.B, c.T, c.G, c.K});
-    in.k = TensorView(k.data(), c.dtype, {c.B, c.T, c.G, c.K});
-    in.v = TensorView(v.data(), c.dtype, {c.B, c.T, c.H, c.V});
+    in.q = Keys(q);
+    in.k = Keys(k);
+    in.v = Values(v);
     in.g = TensorView(g.data(), DType::kFloat32, {c.B, c.T, c.H});
     in.level_scales = TensorView(scales.data(), ScalesType(), {c.B, c.T, c.H, c.L});
     in.cu_seqlens = cu_seqlens;
@@ -381,7 +451,7 @@ struct Problem {
     if (c.saturate) in.level_policy = fenwick::LevelPolicy::kSaturate;
     return in;
   }
-  TensorView Output() const { return TensorView(o.data(), c.dtype, {c.B, c.T, c.H, c.V}); }
+  TensorView Output() const { return Values(o); }
 };
 
 struct Errors {
@@ -389,18 +459,21 @@ struct Errors {
 };
 
 // `x` [B, T, heads, width] against a reference of the same shape or of samples of its tokens.
-Errors CompareWith(Array x, const double* reference, const Case& c, int heads, int width, int first,
-                   int step, int samples) {
+// Relative to the norm of the reference, or to `scale` [heads], squares of what to take instead
+// where it is larger.
+Errors CompareWith(Array x, const double* reference, const Case& c, int heads, int width, int row,
+                   int first, int step, int samples, const double* scale = nullptr) {
   Buffer totals(16 * heads);
   auto* total = reinterpret_cast<double*>(totals.data());
   Check(cudaMemset(total, 0, 16 * heads), "cudaMemset");
-  Compare<<<heads, 256>>>(x, reference, heads, width, c.T, c.B, first, step, samples, total,
+  Compare<<<heads, 256>>>(x, reference, heads, width, row, c.T, c.B, first, step, samples, total,
                           total + heads);
   std::vector<double> host(2 * heads);
   Check(cudaMemcpy(host.data(), total, 16 * heads, cudaMemcpyDeviceToHost), "reference");
   Errors errors{0, 0};
   double e = 0, n = 0;
   for (int h = 0; h < heads; ++h) {
+    if (scale != nullptr) host[heads + h] = std::max(host[heads + h], scale[h]);
     e += host[h], n += host[heads + h];
     const double head = std::sqrt(host[h] / host[heads + h]);
     if (!(head <= errors.worst_head)) errors.worst_head = head;
@@ -422,30 +495,35 @@ Errors CheckOutput(const Problem& p, int max_samples) {
       {p.q.data(), c.dtype}, {p.k.data(), c.dtype}, {p.v.data(), c.dtype},
       {p.scales.data(), p.ScalesType()}, reinterpret_cast<const double*>(sums.data()), p.shape,
       first, step, r);
-  return CompareWith({p.o.data(), c.dtype}, r, c, c.H, c.V, first, step, samples);
+  return CompareWith({p.o.data(), c.dtype}, r, c, c.H, c.V, p.value_row(), first, step, samples);
 }
 
 // The gradients of one call.
 struct Outputs {
   Buffer d_o, dq, dk, dv, dg, dscales;
   explicit Outputs(const Problem& p)
-      : d_o(2 * p.tokens() * p.c.H * p.c.V),
-        dq(2 * p.tokens() * p.c.G * p.c.K),
-        dk(2 * p.tokens() * p.c.G * p.c.K),
-        dv(2 * p.tokens() * p.c.H * p.c.V),
+      : d_o(p.value_bytes()),
+        dq(p.key_bytes()),
+        dk(p.key_bytes()),
+        dv(p.value_bytes()),
         dg(4 * p.tokens() * p.c.H),
         dscales((p.c.scales_f32 ? 4 : 2) * p.tokens() * p.c.H * p.L) {
-    FillNormal<<<1024, 256>>>({d_o.data(), p.c.dtype}, p.tokens() * p.c.H * p.c.V, p.seed + 9, 1.f);
+    const I64 elements = p.tokens() * p.c.H * p.c.V;
+    const Array x{d_o.data(), p.c.dtype};
+    FillNormal<<<1024, 256>>>(x, elements, p.c.V, p.value_row(), p.seed + 9, 1.f);
+    if (p.c.expanded) RepeatRow<<<1024, 256>>>(x, elements, p.c.V, p.value_row());
   }
   TensorView Gradient(const Problem& p) const {
-    return TensorView(d_o.data(), p.c.dtype, {p.c.B, p.c.T, p.c.H, p.c.V});
+    TensorView view = p.Values(d_o);
+    if (p.c.expanded) view.strides[0] = view.strides[1] = view.strides[2] = 0;
+    return view;
   }
   fenwick::Gradients Views(const Problem& p) const {
     const Case& c = p.c;
     fenwick::Gradients g;
-    g.q = TensorView(dq.data(), c.dtype, {c.B, c.T, c.G, c.K});
-    g.k = TensorView(dk.data(), c.dtype, {c.B, c.T, c.G, c.K});
-    g.v = TensorView(dv.data(), c.dtype, {c.B, c.T, c.H, c.V});
+    g.q = p.Keys(dq);
+    g.k = p.Keys(dk);
+    g.v = p.Values(dv);
     g.g = TensorView(dg.data(), DType::kFloat32, {c.B, c.T, c.H});
     g.level_scales = TensorView(dscales.data(), p.ScalesType(), {c.B, c.T, c.H, c.L});
     return g;
@@ -459,34 +537,54 @@ bool CheckGradients(const Problem& p, const Outputs& out) {
   Buffer sums(8 * tokens * c.H), matrix(8 * pairs * c.B * c.H), scores(8 * pairs * c.B * c.G);
   Buffer dscales(8 * tokens * c.H * c.L), reads(8 * tokens * c.H), writes(8 * tokens * c.H);
   Buffer dq(8 * tokens * c.G * c.K), dk(8 * tokens * c.G * c.K), dv(8 * tokens * c.H * c.V);
-  Buffer dg(8 * tokens * c.H);
+  Buffer dg(8 * tokens * c.H), dg_squares(8 * tokens * c.H);
+  Buffer read_squares(8 * tokens * c.H), write_squares(8 * tokens * c.H);
   const auto d = [](const Buffer& x) { return reinterpret_cast<double*>(x.data()); };
   Check(cudaMemset(d(scores), 0, 8 * pairs * c.B * c.G), "cudaMemset");
   Check(cudaMemset(d(dscales), 0, 8 * tokens * c.H * c.L), "cudaMemset");
-  Check(cudaMemset(d(reads), 0, 8 * tokens * c.H), "cudaMemset");
-  Check(cudaMemset(d(writes), 0, 8 * tokens * c.H), "cudaMemset");
+  for (const Buffer* x : {&reads, &writes, &read_squares, &write_squares}) {
+    Check(cudaMemset(d(*x), 0, 8 * tokens * c.H), "cudaMemset");
+  }
   const Array q{p.q.data(), c.dtype}, k{p.k.data(), c.dtype}, v{p.v.data(), c.dtype};
   const Array d_o{out.d_o.data(), c.dtype}, scales{p.scales.data(), p.ScalesType()};
   SumGates<<<dim3(c.H, c.B), 1>>>(reinterpret_cast<const float*>(p.g.data()), p.shape, d(sums));
   ReferencePairs<<<dim3(c.T, c.H, c.B), 128>>>(q, k, v, d_o, scales, d(sums), p.shape, d(matrix),
-                                               d(scores), d(dscales), d(reads), d(writes));
+                                               d(scores), d(dscales), d(reads), d(writes),
+                                               d(read_squares), d(write_squares));
   ReferenceKeys<<<dim3(c.T, c.G, c.B), c.K>>>(q, k, d(scores), p.shape, d(dq), d(dk));
   ReferenceValues<<<dim3(c.T, c.H, c.B), c.V>>>(d_o, d(matrix), p.shape, d(dv));
   ReferenceGates<<<dim3(c.H, c.B), 1>>>(d(reads), d(writes), p.shape, d(dg));
+  ReferenceGates<<<dim3(c.H, c.B), 1>>>(d(read_squares), d(write_squares), p.shape, d(dg_squares));
   Check(cudaDeviceSynchronize(), "backward reference");
   bool good = true;
-  const auto check = [&](const char* name, Array x, const Buffer& r, int heads, int width,
-                         double limit) {
-    const Errors e = CompareWith(x, d(r), c, heads, width, 0, 1, c.T);
-    good &= e.all <= limit;
+  const auto check = [&](const char* name, Array x, const Buffer& r, int heads, int width, int row,
+                         const double* scale = nullptr) {
+    const Errors e = CompareWith(x, d(r), c, heads, width, row, 0, 1, c.T, scale);
+    good &= e.all <= 1e-2;
     std::printf(" %s %.1e/%.1e", name, e.all, e.worst_head);
   };
-  check("dq", {out.dq.data(), c.dtype}, dq, c.G, c.K, 1e-2);
-  check("dk", {out.dk.data(), c.dtype}, dk, c.G, c.K, 1e-2);
-  check("dv", {out.dv.data(), c.dtype}, dv, c.H, c.V, 1e-2);
-  check("dlevels", {out.dscales.data(), p.ScalesType()}, dscales, c.H, c.L, 1e-2);
+  check("dq", {out.dq.data(), c.dtype}, dq, c.G, c.K, p.key_row());
+  check("dk", {out.dk.data(), c.dtype}, dk, c.G, c.K, p.key_row());
+  check("dv", {out.dv.data(), c.dtype}, dv, c.H, c.V, p.value_row());
+  check("dlevels", {out.dscales.data(), p.ScalesType()}, dscales, c.H, c.L, c.L);
+  // dg[t] is the sum of P dP over all pairs around t: up to millions of terms of random sign, and
+  // with slow decay nearly the same sum for thousands of tokens, so that a head's whole dg is small
+  // by chance in some draws. Rounding the terms to 16 bits errs in proportion to the root of their
+  // sum of squares, which is what the error is held against where that is larger than dg.
+  std::vector<double> squares(tokens * c.H), dg_scale(c.H);
+  Check(cudaMemcpy(squares.data(), d(dg_squares), 8 * tokens * c.H, cudaMemcpyDeviceToHost),
+        "squares");
+  for (I64 i = 0; i < tokens * c.H; ++i) dg_scale[i % c.H] += std::max(0.0, squares[i]);
   // One token has no gate gradient to compare with.
-  if (Problem::MaxLength(c) > 1) check("dg", {out.dg.data(), DType::kFloat32}, dg, c.H, 1, 1e-2);
+  if (Problem::MaxLength(c) > 1) {
+    check("dg", {out.dg.data(), DType::kFloat32}, dg, c.H, 1, 1, dg_scale.data());
+  }
+  if (c.gap > 0) {
+    const int writes_between = p.GapWrites(out.dq, c.G, c.K) + p.GapWrites(out.dk, c.G, c.K) +
+                               p.GapWrites(out.dv, c.H, c.V);
+    good &= writes_between == 0;
+    std::printf(" bytes written between rows %d", writes_between);
+  }
   return good;
 }
 
@@ -498,9 +596,9 @@ std::vector<char> Snapshot(const Problem& p, const Outputs& out) {
     Check(cudaMemcpy(all.data() + all.size() - bytes, x.data(), bytes, cudaMemcpyDeviceToHost),
           "snapshot");
   };
-  add(out.dq, 2 * p.tokens() * p.c.G * p.c.K);
-  add(out.dk, 2 * p.tokens() * p.c.G * p.c.K);
-  add(out.dv, 2 * p.tokens() * p.c.H * p.c.V);
+  add(out.dq, p.key_bytes());
+  add(out.dk, p.key_bytes());
+  add(out.dv, p.value_bytes());
   add(out.dg, 4 * p.tokens() * p.c.H);
   add(out.dscales, (p.c.scales_f32 ? 4 : 2) * p.tokens() * p.c.H * p.L);
   return all;
@@ -508,6 +606,7 @@ std::vector<char> Snapshot(const Problem& p, const Outputs& out) {
 
 bool RunBackward(const Problem& p, int repeats) {
   namespace hopper = fenwick::cuda::hopper;
+  hopper::AimBackwardWorkspaceAt(p.c.workspace);
   const fenwick::Inputs in = p.Inputs();
   const Outputs out(p);
   const fenwick::Gradients gradients = out.Views(p);
@@ -539,8 +638,8 @@ bool RunBackward(const Problem& p, int repeats) {
     good &= different == 0;
     std::printf(" runs that differ %d %s\n", different, good ? "ok" : "WRONG");
   } else {
-    std::printf(" %.4f ms, workspace %.3f GiB\n", MedianMilliseconds(backward, repeats),
-                static_cast<double>(context.workspace_bytes) / (1 << 30));
+    if (repeats > 1) std::printf(" %.4f ms,", MedianMilliseconds(backward, repeats));
+    std::printf(" workspace %.3f GiB\n", static_cast<double>(context.workspace_bytes) / (1 << 30));
   }
   std::fflush(stdout);
   return good;
@@ -550,6 +649,7 @@ bool RunBackward(const Problem& p, int repeats) {
 bool RunCase(const Case& given, int repeats, std::uint32_t seed) {
   namespace hopper = fenwick::cuda::hopper;
   Problem p(given, seed);
+  const Case& c = p.c;
   const fenwick::Inputs in = p.Inputs();
   if (!hopper::ForwardFits(in, {}, Device())) {
     std::printf("%-28s refused by the plan\n", given.name.c_str());
@@ -564,11 +664,14 @@ bool RunCase(const Case& given, int repeats, std::uint32_t seed) {
   const auto forward = [&] { hopper::Forward(in, p.Output(), {}, context, Device()); };
   forward();
   Check(cudaDeviceSynchronize(), "forward");
+  if (repeats == 1) return RunBackward(p, repeats);
   const Errors errors = CheckOutput(p, repeats > 0 ? 48 : 1 << 30);
-  bool good = errors.all <= 5e-3 && errors.worst_head <= 8e-3;
+  const int writes_between = c.gap > 0 ? p.GapWrites(p.o, c.H, c.V) : 0;
+  bool good = errors.all <= 5e-3 && errors.worst_head <= 8e-3 && writes_between == 0;
   std::printf("%-28s error %.2e worst head %.2e workspace %.3f GiB %s", given.name.c_str(),
               errors.all, errors.worst_head, static_cast<double>(bytes) / (1 << 30),
               good ? "ok" : "WRONG");
+  if (writes_between > 0) std::printf("  bytes written between rows %d", writes_between);
   if (repeats > 0) std::printf("  forward %.4f ms", MedianMilliseconds(forward, repeats));
   std::printf("\n");
   std::fflush(stdout);
@@ -604,6 +707,19 @@ std::vector<Case> CheckCases() {
   add({.name = "packed", .H = 4, .packed = {1, 0, 127, 128, 129, 0, 700, 64, 2000, 3}});
   add({.name = "packed key 64", .H = 4, .K = 64, .packed = {300, 77, 1100}});
   add({.name = "scale", .T = 300, .scale = 0.37f});
+  add({.name = "rows 20 and 12 apart", .T = 300, .H = 2, .K = 20, .V = 12, .gap = 12});
+  add({.name = "rows 72 apart", .T = 1000, .K = 64, .V = 64, .gap = 8});
+  add({.name = "expanded d_o", .T = 900, .expanded = true});
+  add({.name = "expanded d_o, V 40", .T = 900, .V = 40, .expanded = true});
+  // Several passes: one head of a group at a time, parts of a group, whole groups.
+  add({.name = "passes of a head", .B = 1, .T = 4096, .H = 6, .workspace = 1});
+  add({.name = "passes in groups", .B = 1, .T = 4000, .H = 6, .workspace = std::size_t{13} << 20});
+  add({.name = "passes of groups", .T = 2000, .G = 3, .H = 6, .workspace = std::size_t{15} << 20});
+  add({.name = "passes, packed, expanded",
+       .H = 4,
+       .packed = {300, 1, 2077, 1100},
+       .expanded = true,
+       .workspace = 1});
   add({.name = "long 8192", .B = 1, .T = 8192, .H = 6});
   add({.name = "long strong 8192", .B = 1, .T = 8192, .H = 4, .gates = Gates::kStrong});
   add({.name = "long resets 8192", .B = 1, .T = 8192, .H = 4, .gates = Gates::kResets});
@@ -622,6 +738,7 @@ std::vector<Case> TimeCases() {
                      .H = 16,
                      .V = 128});
   }
+  cases.push_back({.name = "H 48 K 128 V 64 T 1048576", .B = 1, .T = 1 << 20, .H = 48});
   cases.push_back(
       {.name = "packed 32768", .H = 48, .packed = {8192, 100, 4000, 1, 2000, 12000, 475, 6000}});
   return cases;
@@ -632,16 +749,21 @@ std::vector<Case> TimeCases() {
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "check";
   const std::string only = argc > 2 ? argv[2] : "";
-  std::uint32_t seed = std::random_device{}() & 0xffffff;
-  std::printf("seed %u\n", seed);
+  std::uint32_t seed = argc > 3 ? std::strtoul(argv[3], nullptr, 10) : 0;
+  if (seed == 0) seed = std::random_device{}() & 0xffffff;
+  const int count = argc > 4 ? std::atoi(argv[4]) : 1;
+  const bool check = mode == "check";
   bool good = true;
-  for (const Case& c : mode == "check" ? CheckCases() : TimeCases()) {
-    if (c.name.find(only) == std::string::npos) continue;
-    try {
-      good &= RunCase(c, mode == "check" ? 0 : 21, seed);
-    } catch (const std::exception& e) {
-      std::printf("%-28s %s\n", c.name.c_str(), e.what());
-      return 1;
+  for (int i = 0; i < count; ++i, ++seed) {
+    std::printf("seed %u\n", seed);
+    for (const Case& c : check ? CheckCases() : TimeCases()) {
+      if (c.name.find(only) == std::string::npos) continue;
+      try {
+        good &= RunCase(c, check ? 0 : mode == "once" ? 1 : 21, seed);
+      } catch (const std::exception& e) {
+        std::printf("%-28s %s\n", c.name.c_str(), e.what());
+        return 1;
+      }
     }
   }
   return good ? 0 : 1;

@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/hopper.h"
 #include "cuda/hopper_scalar_gate/plan.h"
+#include "cuda/tile/mappable.h"
 
 namespace fenwick::cuda::hopper {
 namespace {
@@ -126,12 +128,45 @@ TEST(HopperPlan, WorkspaceOfALongCallStaysBelowFourGiB) {
   ASSERT_TRUE(forward.has_value() && backward.has_value());
   EXPECT_LE(forward->workspace.bytes, std::size_t{4} << 30);
   EXPECT_LE(backward->workspace.bytes, std::size_t{4} << 30);
-  EXPECT_EQ(backward->runs * backward->forward.heads_per_block >= 48, true);
+  // Half of the heads at a time; the local kernel takes all of a pass's heads in one run.
+  EXPECT_EQ(backward->forward.heads_per_pass, 24);
+  EXPECT_GE(backward->node_runs * backward->node_heads, 24);
+  EXPECT_EQ(backward->local_runs, 1);
+  EXPECT_EQ(backward->local_heads, 24);
+}
+
+// What a call of a million tokens takes beside its 30 GB of tensors does not grow with the number
+// of passes.
+TEST(HopperPlan, WorkspaceOfAMillionTokensStaysAQuarterOfTheTensors) {
+  const Call call(1, 1 << 20, 1, 48, 128, 64);
+  const auto plan = call.Backward();
+  ASSERT_TRUE(plan.has_value());
+  EXPECT_LT(plan->forward.heads_per_pass, 48);
+  EXPECT_LE(plan->workspace.bytes, std::size_t{8} << 30);
+}
+
+TEST(HopperPlan, AimsAtTheWorkspaceThatATestAsksFor) {
+  const Call call(1, 4000, 3, 6, 64, 64);
+  AimBackwardWorkspaceAt(1);
+  EXPECT_EQ(call.Backward().value().forward.heads_per_pass, 1);
+  AimBackwardWorkspaceAt(0);
+  EXPECT_EQ(call.Backward().value().forward.heads_per_pass, 6);
+}
+
+TEST(HopperPlan, StoresRowsOfWholeSixteenBytesByTheCopyEngine) {
+  TensorView rows(reinterpret_cast<void*>(std::uintptr_t{1} << 20), DType::kBFloat16,
+                  {2, 3, 4, 12});
+  rows.strides[2] = 16, rows.strides[1] = 64, rows.strides[0] = 192;
+  EXPECT_TRUE(CanMapTensor(rows));
+  EXPECT_FALSE(CanMapStores(rows));
+  rows.sizes[3] = 8;
+  EXPECT_TRUE(CanMapStores(rows));
 }
 
 TEST(HopperPlan, ArraysDoNotOverlap) {
   const auto plan = Call(1, 5000, 1, 6, 128, 64).Backward();
   ASSERT_TRUE(plan.has_value());
+  ASSERT_GT(plan->local_runs, 1);
   const BackwardWorkspace& w = plan->workspace;
   const std::size_t places[] = {w.forward.local_decay,
                                 w.forward.decay_to_end,

@@ -5,6 +5,7 @@
 #include "cuda/hopper.h"
 #include "cuda/hopper_scalar_gate/chunk_grads.cuh"
 #include "cuda/hopper_scalar_gate/finish.cuh"
+#include "cuda/hopper_scalar_gate/head_runs.cuh"
 #include "cuda/hopper_scalar_gate/kernels.h"
 #include "cuda/hopper_scalar_gate/local_grads.cuh"
 #include "cuda/hopper_scalar_gate/node_grads.cuh"
@@ -24,17 +25,28 @@ struct BackwardMaps {
   CUtensorMap d_o, dv;
 };
 
+KeyGradient MakeKeyGradient(const TensorView& out, float* partials, float* total) {
+  KeyGradient d;
+  d.partials = partials;
+  d.total = total;
+  d.out = out.data;
+  d.batch_stride = out.stride(0);
+  d.token_stride = out.stride(1);
+  d.group_stride = out.stride(2);
+  return d;
+}
+
 BackwardParams MakeBackwardParams(const BackwardPlan& plan, const Inputs& inputs,
                                   const Gradients& gradients, char* workspace,
                                   cudaStream_t stream) {
   BackwardParams b;
   b.forward = SetUpForward(plan.forward, plan.workspace.forward, inputs, workspace, stream);
-  b.groups = static_cast<int>(inputs.q.size(2));
-  b.batches = static_cast<int>(inputs.q.size(0));
   b.tokens = static_cast<int>(inputs.q.size(1));
   b.segment_levels = plan.segment_levels;
-  b.runs_per_pass = plan.runs_per_pass;
-  b.partial_stride = inputs.q.size(0) * inputs.q.size(1) * inputs.q.size(2) * kBackwardKeySize;
+  b.node_runs = plan.node_runs;
+  b.node_heads = plan.node_heads;
+  b.local_runs = plan.local_runs;
+  b.local_heads = plan.local_heads;
   const BackwardWorkspace& w = plan.workspace;
   const auto floats = [workspace](std::size_t offset) {
     return reinterpret_cast<float*>(workspace + offset);
@@ -43,15 +55,19 @@ BackwardParams MakeBackwardParams(const BackwardPlan& plan, const Inputs& inputs
   b.segment_grads = floats(w.segment_grads);
   b.segment_flow = floats(w.segment_flow);
   b.chunk_grads = workspace + w.chunk_grads;
-  b.scale_grads = floats(w.scale_grads);
+  b.scale_grads = reinterpret_cast<__nv_bfloat16*>(workspace + w.scale_grads);
   b.node_reads = floats(w.node_reads);
   b.local_flow = floats(w.local_flow);
   b.flow_change = floats(w.flow_change);
+  b.chunk_flow = reinterpret_cast<FlowStep*>(workspace + w.chunk_flow);
   b.node_dq = floats(w.node_dq);
-  b.local_dq = floats(w.local_dq);
-  b.local_dk = floats(w.local_dk);
+  b.key_size = static_cast<int>(inputs.q.size(3));
+  b.dq = MakeKeyGradient(gradients.q, floats(w.local_dq), floats(w.total_dq));
+  b.dq.addends = b.node_dq;
+  b.dq.num_addends = b.node_runs;
+  b.dk = MakeKeyGradient(gradients.k, floats(w.local_dk), floats(w.total_dk));
   b.dv = gradients.v.data;
-  b.dv_mapped = CanMapTensor(gradients.v);
+  b.dv_mapped = CanMapStores(gradients.v);
   b.dv_batch_stride = gradients.v.stride(0);
   b.dv_token_stride = gradients.v.stride(1);
   b.dv_head_stride = gradients.v.stride(2);
@@ -80,14 +96,14 @@ void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
   LaunchStates<Element>(p, scales, maps.forward, stream);
   const std::int64_t tiles = std::int64_t{p.num_heads} * p.value_tiles;
   const int heads_in_group = std::min(p.heads_per_group, p.num_heads);
-  const int groups = p.num_heads / heads_in_group;
   if (p.layout.num_segments > p.layout.num_sequences) {
     const std::int64_t pairs = (heads_in_group * p.value_tiles + 1) / 2;
     const int parts =
         (b.segment_levels + SegmentReadsShape::kNodes - 1) / SegmentReadsShape::kNodes;
     LaunchDependent("segment reads", SegmentReadsKernel<Element>,
-                    pairs * groups * p.layout.num_segments * parts, SegmentReadsShape::kThreads,
-                    SegmentReadsShape::kSharedBytes, stream, maps.forward.q, maps.d_o, b);
+                    pairs * b.num_groups * p.layout.num_segments * parts,
+                    SegmentReadsShape::kThreads, SegmentReadsShape::kSharedBytes, stream,
+                    maps.forward.q, maps.d_o, b);
     LaunchDependent("segment walk",
                     b.segment_levels <= kFewSegmentLevels
                         ? SegmentWalkKernel<Element, kFewSegmentLevels>
@@ -98,40 +114,25 @@ void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
   LaunchDependent("chunk grads", ChunkGradsKernel<Element>, tiles * p.layout.num_segments,
                   ChunkGradsShape::kThreads, ChunkGradsShape::kSharedBytes, stream, maps.forward.q,
                   maps.d_o, b);
-  const std::int64_t runs = std::int64_t{groups} * b.runs_per_pass * p.layout.num_chunks;
-  LaunchDependent("node grads", NodeGradsKernel<Element>, runs, NodeGradsShape::kThreads,
-                  NodeGradsShape::kSharedBytes, stream, maps.forward.q, maps.d_o, b);
-  LaunchDependent("local grads", LocalGradsKernel<Element>, runs, LocalGradsShape::kThreads,
-                  LocalGradsShape::kSharedBytes, stream, maps.forward.q, maps.forward.k,
-                  maps.forward.v, maps.d_o, maps.dv, b);
+  const std::int64_t chunks = std::int64_t{b.num_groups} * p.layout.num_chunks;
+  LaunchDependent("node grads", NodeGradsKernel<Element>, chunks * b.node_runs,
+                  NodeGradsShape::kThreads, NodeGradsShape::kSharedBytes, stream, maps.forward.q,
+                  maps.d_o, b);
+  LaunchDependent("local grads", LocalGradsKernel<Element>, chunks * b.local_runs,
+                  LocalGradsShape::kThreads, LocalGradsShape::kSharedBytes, stream, maps.forward.q,
+                  maps.forward.k, maps.forward.v, maps.d_o, maps.dv, b);
+  if (b.local_runs > 1) {
+    const std::int64_t threads = 2 * b.partial_stride / 4;
+    LaunchDependent("reduce runs", ReduceRunsKernel<Element>,
+                    (threads + kReduceThreads - 1) / kReduceThreads, kReduceThreads, 0, stream, b);
+  }
   if (scales == DType::kFloat32) {
     LaunchScaleGrads<float>(b, stream);
   } else {
     LaunchScaleGrads<Element::Storage>(b, stream);
   }
   const std::int64_t octets = (p.num_heads + kFlowHeads - 1) / kFlowHeads;
-  LaunchDependent("flow", FlowKernel<>, octets * p.layout.num_segments, 32 * kFlowHeads, 0, stream,
-                  b);
-}
-
-void LaunchReduce(const BackwardParams& b, int runs, const float* first, const float* second,
-                  const TensorView& out, cudaStream_t stream) {
-  ReduceParams r;
-  r.first = first;
-  r.second = second;
-  r.parts = runs;
-  r.partial_stride = b.partial_stride;
-  r.rows = b.partial_stride / kBackwardKeySize;
-  r.tokens = b.tokens;
-  r.groups = b.groups;
-  r.key_size = static_cast<int>(out.size(3));
-  r.out = out.data;
-  r.batch_stride = out.stride(0);
-  r.token_stride = out.stride(1);
-  r.group_stride = out.stride(2);
-  LaunchDependent("reduce partials", ReducePartialsKernel<Element>,
-                  (r.rows * 32 + kReduceThreads - 1) / kReduceThreads, kReduceThreads, 0, stream,
-                  r);
+  LaunchDependent("flow", FlowKernel<>, octets * p.layout.num_chunks, kFlowThreads, 0, stream, b);
 }
 
 // d_o where the copy engine can read it. Otherwise (an expanded tensor, say) a copy in dv's memory:
@@ -191,11 +192,14 @@ void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& 
   for (int head = 0; head < heads; head += plan.forward.heads_per_pass) {
     b.forward.head_begin = head;
     b.forward.num_heads = std::min(plan.forward.heads_per_pass, heads - head);
-    b.run_begin = head % heads_in_group / plan.forward.heads_per_pass * plan.runs_per_pass;
+    b.group_begin = head / heads_in_group;
+    b.num_groups = std::max(1, b.forward.num_heads / heads_in_group);
+    b.begins_groups = head % heads_in_group == 0;
+    b.ends_groups = (head + b.forward.num_heads) % heads_in_group == 0;
+    b.partial_stride =
+        inputs.q.size(0) * inputs.q.size(1) * b.num_groups * std::int64_t{kBackwardKeySize};
     LaunchPass(b, inputs.level_scales.dtype, maps, stream);
   }
-  LaunchReduce(b, plan.runs, b.node_dq, b.local_dq, gradients.q, stream);
-  LaunchReduce(b, plan.runs, b.local_dk, nullptr, gradients.k, stream);
 }
 
 }  // namespace fenwick::cuda::hopper

@@ -18,15 +18,37 @@ inline constexpr int kBackwardKeySize = 128;
 inline constexpr int kStateElements = kBackwardKeySize * kValueTile;
 inline constexpr int kFlowParts = kStateElements / 4 / 32;  // warps of the walk over one state
 
+// dq or dk: sums over the heads of a q/k group. A pass's blocks take runs of heads; passes that
+// hold different heads of the same group add up in `total`, one after the other, so that the order
+// of every sum is fixed.
+struct KeyGradient {
+  float* partials = nullptr;       // [local_runs, B, T, P, 128]; null where local_runs is 1
+  const float* addends = nullptr;  // [num_addends, B, T, P, 128]: the pass's other share
+  int num_addends = 0;
+  float* total = nullptr;  // [B, T, 128]; null where a pass holds whole groups
+  void* out = nullptr;     // [B, T, G, K] E
+  std::int64_t batch_stride = 0, token_stride = 0, group_stride = 0;
+};
+
+// x -> keep * x + add: the flow across some tokens.
+struct FlowStep {
+  float keep, add;
+};
+
 struct BackwardParams {
   ForwardParams forward;
-  int groups = 1;                   // G
-  int tokens = 0;                   // T
-  int batches = 0;                  // B
-  int segment_levels = 0;           // levels of the longest tree over segments
-  int runs_per_pass = 0;            // runs of heads_per_block heads within a q/k group, in one pass
-  int run_begin = 0;                // of this pass, within the group
-  std::int64_t partial_stride = 0;  // elements of one [B, T, G, 128] partial sum
+  int tokens = 0;          // T
+  int segment_levels = 0;  // levels of the longest tree over segments
+  // Runs of heads within a q/k group and pass, of the node kernel and of the local kernel.
+  int node_runs = 0, node_heads = 0;
+  int local_runs = 0, local_heads = 0;
+  // Of this pass: its first q/k group, how many it has (P), and whether it holds the first and the
+  // last heads of its groups.
+  int group_begin = 0, num_groups = 1;
+  bool begins_groups = true, ends_groups = true;
+  std::int64_t partial_stride = 0;  // elements of one [B, T, P, 128] partial sum
+  KeyGradient dq, dk;
+  int key_size = 0;  // K of dq and dk
 
   // For each segment and set bit j of its index: its queries' part of R of that node.
   float* segment_reads = nullptr;  // [F, S, V/64, segment_levels, K, 64]
@@ -34,15 +56,16 @@ struct BackwardParams {
   // Flow through the segment's first token (see finish.cuh), a partial sum for each warp.
   float* segment_flow = nullptr;  // [F, S, V/64, kFlowParts]
   void* chunk_grads = nullptr;    // [F, N, V/64, K, 64] E: D
-  float* scale_grads = nullptr;   // [F, N, V/64, W, 128] gradients of the levels, rows as weights
-  float* node_reads = nullptr;    // [F, N, V/64, 128] sum over nodes of w (q . S do)
+  // Gradients of the levels without the factor `scale`, rows as the weights.
+  __nv_bfloat16* scale_grads = nullptr;  // [F, N, V/64, W, 128]
+  float* node_reads = nullptr;           // [F, N, V/64, 128] sum over nodes of w (q . S do)
   // Inside the chunk: read side minus write side of each token; then the read side from keys 0..63
   // of tokens 64..127.
-  float* local_flow = nullptr;   // [F, N, V/64, 192]
-  float* flow_change = nullptr;  // [F, N, 128]: flow(t) - flow(t + 1)
-  float* node_dq = nullptr;      // [runs, B, T, G, 128]
-  float* local_dq = nullptr;     // [runs, B, T, G, 128]
-  float* local_dk = nullptr;     // [runs, B, T, G, 128]
+  float* local_flow = nullptr;  // [F, N, V/64, 192]
+  // The flow's way through the tokens (finish.cuh).
+  float* flow_change = nullptr;    // [F, N, 128]: flow(t) - flow(t + 1)
+  FlowStep* chunk_flow = nullptr;  // [F, N]: across the chunk
+  float* node_dq = nullptr;        // [node_runs, B, T, P, 128]
 
   void* dv = nullptr;  // [B, T, H, V] E
   bool dv_mapped = true;

@@ -1,15 +1,29 @@
 // Pure host code: the plan of a backward call.
 #include <algorithm>
+#include <atomic>
 #include <bit>
 
+#include "cuda/hopper.h"
 #include "cuda/hopper_scalar_gate/backward_params.h"
 #include "cuda/hopper_scalar_gate/plan.h"
 
 namespace fenwick::cuda::hopper {
 namespace {
 
-// What a backward call may use beside its tensors.
-constexpr std::size_t kWorkspaceTarget = std::size_t{4} << 30;
+// What a backward call may use beside its tensors: 4 GiB, or a quarter of what they hold where that
+// is more (at T = 1M 4 GiB are enough for a few heads only).
+constexpr std::size_t kLeastWorkspaceTarget = std::size_t{4} << 30;
+std::atomic<std::size_t> g_workspace_target{0};
+
+std::size_t WorkspaceTarget(const Inputs& inputs) {
+  if (const std::size_t target = g_workspace_target.load(); target > 0) return target;
+  std::size_t bytes = 0;  // inputs, output, and a gradient of each
+  for (const TensorView* view :
+       {&inputs.q, &inputs.k, &inputs.v, &inputs.v, &inputs.g, &inputs.level_scales}) {
+    bytes += 2 * static_cast<std::size_t>(view->num_elements()) * ElementSize(view->dtype);
+  }
+  return std::max(kLeastWorkspaceTarget, bytes / 4);
+}
 
 void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads, int multiprocessors) {
   ForwardPlan& forward = plan.forward;
@@ -17,11 +31,13 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads, int multipr
   const int heads_in_group = static_cast<int>(inputs.v.size(2)) / groups;
   const int together = std::min(heads, heads_in_group);
   forward.heads_per_pass = heads;
-  forward.heads_per_block =
-      ChooseHeadsPerBlock(together, heads / together, forward.layout.num_chunks,
-                          forward.value_tiles, multiprocessors, kMaxBackwardTilesPerBlock);
-  plan.runs_per_pass = (together + forward.heads_per_block - 1) / forward.heads_per_block;
-  plan.runs = heads_in_group / together * plan.runs_per_pass;
+  const auto choose_runs = [&](int& heads_per_run, int& runs, int most_tiles) {
+    heads_per_run = ChooseHeadsPerBlock(together, heads / together, forward.layout.num_chunks,
+                                        forward.value_tiles, multiprocessors, most_tiles);
+    runs = (together + heads_per_run - 1) / heads_per_run;
+  };
+  choose_runs(plan.node_heads, plan.node_runs, kMaxNodeTilesPerBlock);
+  choose_runs(plan.local_heads, plan.local_runs, kMaxLocalTilesPerBlock);
 
   BackwardWorkspace& w = plan.workspace;
   w = {};
@@ -38,31 +54,34 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads, int multipr
   place(w.segment_grads, segments * kStateElements * 4);
   place(w.segment_flow, segments * kFlowParts * 4);
   place(w.chunk_grads, chunks * kStateElements * 2);
-  place(w.scale_grads, chunks * forward.weight_rows * kChunk * 4);
+  place(w.scale_grads, chunks * forward.weight_rows * kChunk * 2);
   place(w.node_reads, chunks * kChunk * 4);
   place(w.local_flow, chunks * 192 * 4);
-  place(w.flow_change, static_cast<std::size_t>(heads) * forward.layout.num_chunks * kChunk * 4);
-  const std::size_t partial = static_cast<std::size_t>(plan.runs) * inputs.q.size(0) *
-                              inputs.q.size(1) * groups * kBackwardKeySize * 4;
-  place(w.node_dq, partial);
-  place(w.local_dq, partial);
-  place(w.local_dk, partial);
+  const std::size_t head_chunks = static_cast<std::size_t>(heads) * forward.layout.num_chunks;
+  place(w.flow_change, head_chunks * kChunk * 4);
+  place(w.chunk_flow, head_chunks * sizeof(FlowStep));
+  const std::size_t total =
+      static_cast<std::size_t>(inputs.q.size(0)) * inputs.q.size(1) * kBackwardKeySize * 4;
+  const std::size_t partial = total * (heads / together);
+  place(w.node_dq, plan.node_runs * partial);
+  if (plan.local_runs > 1) {
+    place(w.local_dq, plan.local_runs * partial);
+    place(w.local_dk, plan.local_runs * partial);
+  }
+  if (together < heads_in_group) {
+    place(w.total_dq, total);
+    place(w.total_dk, total);
+  }
 }
 
 }  // namespace
+
+void AimBackwardWorkspaceAt(std::size_t bytes) { g_workspace_target.store(bytes); }
 
 std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
                                              const StateGradView& d_final_state,
                                              const Gradients& gradients, int multiprocessors) {
   if (d_final_state.given() || gradients.initial_state.given()) return std::nullopt;
-  // A gradient of v with gaps between its rows once got writes into the gaps (a property test on
-  // the device); until that is understood, only dense ones run here.
-  const TensorView& dv = gradients.v;
-  if (dv.given() &&
-      (dv.stride(3) != 1 || dv.stride(2) != dv.size(3) || dv.stride(1) != dv.size(2) * dv.size(3) ||
-       dv.stride(0) != dv.size(1) * dv.stride(1))) {
-    return std::nullopt;
-  }
   for (const TensorView* view :
        {&gradients.q, &gradients.k, &gradients.v, &gradients.g, &gradients.level_scales}) {
     if (!view->given()) return std::nullopt;
@@ -79,10 +98,11 @@ std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
   const int nodes = forward->weight_rows - kLocalLevels;
   plan.segment_levels = std::max(1, nodes - forward->layout.log_segment);
   const int groups = static_cast<int>(inputs.q.size(2));
+  const std::size_t workspace_target = WorkspaceTarget(inputs);
   const int heads =
       ChooseHeadsPerPass(static_cast<int>(inputs.v.size(2)) / groups, groups, [&](int count) {
         PlaceHeads(plan, inputs, count, multiprocessors);
-        return plan.workspace.bytes <= kWorkspaceTarget;
+        return plan.workspace.bytes <= workspace_target;
       });
   PlaceHeads(plan, inputs, heads, multiprocessors);
   return plan;

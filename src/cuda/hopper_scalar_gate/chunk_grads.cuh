@@ -1,8 +1,9 @@
 // Backward pass 4: D of every chunk. One block walks the chunks of a segment from the last to the
-// first. R of the levels inside the segment,
-//   R_l += (w_l o Q)^T dO     [K, V],
-// is summed in registers while bit l of the chunk's index is set and feeds D while it is clear, so
-// it never touches memory; the levels above come decayed from the segment's end (pass 3).
+// first. A node of 2^(l + 1) chunks passes the gradient U at its end to its right half, whose
+// queries read the left half; so the left half's end has the gradient
+//   X_l = 2^(log2 decay of the right half) U + sum over the right half's chunks of (w_l o Q)^T dO
+// ([K, V]), which is summed in registers on top of its first term. D of chunk i is X_l with l the
+// lowest clear bit of i, as it stands; above the segment it comes from pass 3.
 #pragma once
 
 #include "cuda/hopper_scalar_gate/chunk_states.cuh"
@@ -12,22 +13,20 @@ namespace fenwick::cuda::hopper {
 
 struct ChunkGradsShape {
   static constexpr int kStages = 4;
-  static constexpr int kStageBytes = 3 * kTileBytes;          // q, dO
-  static constexpr int kTotal = kMaxLogSegment * kChunk * 2;  // after the weight rows
-  static constexpr int kAuxBytes = kTotal + 16;
-  static constexpr int kOut = kStages * kStageBytes;  // 2 KB a warp
+  static constexpr int kStageBytes = 3 * kTileBytes;             // q, dO
+  static constexpr int kAuxBytes = kMaxLogSegment * kChunk * 2;  // weight rows
+  static constexpr int kOut = kStages * kStageBytes;             // 2 KB a warp
   static constexpr int kAux = kOut + 2 * 8192;
   static constexpr int kBarriers = kAux + kStages * kAuxBytes;
   static constexpr int kSharedBytes = kBarriers + kStages * 16 + 1024;
   static constexpr int kThreads = 3 * kWarpgroup;
 };
 
-// d (+)= (w o Q)^T dO for this warpgroup's 64 rows of K.
+// d += (w o Q)^T dO for this warpgroup's 64 rows of K.
 template <typename Element>
 __device__ __forceinline__ void AddReads(float (&d)[32], std::uint32_t fragment,
-                                         std::uint32_t weights, std::uint64_t d_o,
-                                         bool accumulate) {
-  constexpr int kBatch = 2;  // few fragments at a time: registers are short
+                                         std::uint32_t weights, std::uint64_t d_o) {
+  constexpr int kBatch = 4;
   ptx::PinRegisters(d);
 #pragma unroll
   for (int batch = 0; batch < 8; batch += kBatch) {
@@ -46,8 +45,7 @@ __device__ __forceinline__ void AddReads(float (&d)[32], std::uint32_t fragment,
     ptx::WgmmaFence();
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      ptx::WgmmaRegisters<Element, true>(d, a[i], d_o + (batch + i) * kStepRows16,
-                                         batch + i > 0 || accumulate);
+      ptx::WgmmaRegisters<Element, true>(d, a[i], d_o + (batch + i) * kStepRows16, true);
     }
     ptx::WgmmaCommit();
   }
@@ -101,7 +99,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
       const std::uint32_t aux = shared + Shape::kAux + stage * Shape::kAuxBytes;
       const int token = place.token + (first + i) * kChunk;
       const int row_bytes = __popc(i) * kChunk * 2;
-      ptx::BarrierExpect(bar, 3 * kTileBytes + row_bytes + 16);
+      ptx::BarrierExpect(bar, 3 * kTileBytes + row_bytes);
       ptx::LoadTile(tile, &q_map, bar, 0, group, token, place.batch);
       ptx::LoadTile(tile + kTileBytes, &q_map, bar, 64, group, token, place.batch);
       ptx::LoadTile(tile + 2 * kTileBytes, &do_map, bar, value_tile * kValueTile,
@@ -110,10 +108,6 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
         ptx::LoadBytes(aux, p.weights + ((record + i) * p.weight_rows + kLocalLevels) * kChunk,
                        row_bytes, bar);
       }
-      ptx::LoadBytes(
-          aux + Shape::kTotal,
-          static_cast<const char*>(p.decay_to_end) + (record + i) * kDecayToEndBytes + 2 * kChunk,
-          16, bar);
     }
     return;
   }
@@ -128,16 +122,23 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
   auto* out = static_cast<typename Element::Storage*>(b.chunk_grads) +
               (record * p.value_tiles + value_tile) * kStateElements + row * kTileColumns;
 
-  float reads[kMaxLogSegment][32], to_end[kMaxLogSegment];
-  float from_above[32], segment_to_end = 0;
-#pragma unroll
-  for (int l = 0; l < kMaxLogSegment; ++l) {
-    to_end[l] = 0;
-#pragma unroll
-    for (int n = 0; n < 32; ++n) reads[l][n] = 0;
+  // Log2 decay of the 2^l chunks that end with chunk `lane` of the segment.
+  float decay[kMaxLogSegment];
+  decay[0] = 0;
+  if (lane < count) {
+    decay[0] = *reinterpret_cast<const float*>(static_cast<const char*>(p.decay_to_end) +
+                                               (record + lane) * kDecayToEndBytes + 2 * kChunk);
   }
 #pragma unroll
-  for (int n = 0; n < 32; ++n) from_above[n] = 0;
+  for (int l = 1; l < kMaxLogSegment; ++l) {
+    decay[l] = decay[l - 1] + __shfl_up_sync(~0u, decay[l - 1], 1 << (l - 1));
+  }
+  float grads[kMaxLogSegment + 1][32];  // X_l; first the gradient at the segment's end
+#pragma unroll
+  for (int l = 0; l <= kMaxLogSegment; ++l) {
+#pragma unroll
+    for (int n = 0; n < 32; ++n) grads[l][n] = 0;
+  }
   if (place.num_segments > 1) {
     const std::size_t unit =
         (static_cast<std::size_t>(head) * p.layout.num_segments + segment) * p.value_tiles +
@@ -148,8 +149,13 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
     for (int n = 0; n < 8; ++n) {
       const auto x = *reinterpret_cast<const float2*>(in + AccumulatorOffset(r, n, lane));
       const auto y = *reinterpret_cast<const float2*>(in + AccumulatorOffset(r + 8, n, lane));
-      from_above[4 * n] = x.x, from_above[4 * n + 1] = x.y;
-      from_above[4 * n + 2] = y.x, from_above[4 * n + 3] = y.y;
+#pragma unroll
+      for (int l = 0; l <= kMaxLogSegment; ++l) {
+        if (l == log_segment) {
+          grads[l][4 * n] = x.x, grads[l][4 * n + 1] = x.y;
+          grads[l][4 * n + 2] = y.x, grads[l][4 * n + 3] = y.y;
+        }
+      }
     }
   }
 #pragma unroll 1
@@ -166,41 +172,20 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
       ptx::FenceAsyncShared();
       ptx::NamedBarrier(1 + warpgroup, kWarpgroup);
     }
-    const float total = ptx::LoadSharedF32(aux + Shape::kTotal);
-    const std::uint64_t d_o = TileDescriptor(tile + 2 * kTileBytes);
-#pragma unroll
-    for (int l = 0; l < kMaxLogSegment; ++l) {
-      if ((i >> l) & 1) {
-        const int below = __popc(i & ((1 << l) - 1));
-        AddReads<Element>(reads[l], tile + fragment, aux + below * kChunk * 2 + 4 * (lane & 3), d_o,
-                          ((i + 1) & ((1 << l) - 1)) != 0);
-      }
-    }
+    const int clear = __ffs(~i) - 1;
+    if (lane == 0) ptx::WaitStoresRead<0>();
     __syncwarp();
-    if (lane == 0) {
-      ptx::BarrierArrive(empty + 8 * stage);
-      ptx::WaitStoresRead<0>();
-    }
-    __syncwarp();
-    const float above = ptx::Exp2(segment_to_end);
-    float factor[kMaxLogSegment];
 #pragma unroll
-    for (int l = 0; l < kMaxLogSegment; ++l) {
-      factor[l] = (i >> l) & 1 ? 0.f : ptx::Exp2(to_end[l]);
-    }
-    const int matrix = MatrixRow(lane);
+    for (int l = 0; l <= kMaxLogSegment; ++l) {
+      if (l != clear) continue;
+      StoreAccumulator<Element>(staging, grads[l], lane);
 #pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      float d[8];
+      for (int below = 0; below < l; ++below) {
+        const float factor =
+            ptx::Exp2(__shfl_sync(~0u, decay[below < kMaxLogSegment ? below : 0], i));
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        d[k] = above * from_above[4 * n + k];
-#pragma unroll
-        for (int l = 0; l < kMaxLogSegment; ++l) d[k] += factor[l] * reads[l][4 * n + k];
+        for (int n = 0; n < 32; ++n) grads[below][n] = factor * grads[l][n];
       }
-      ptx::StoreMatrix4(staging + SwizzledOffset(matrix, n + MatrixGroup(lane)),
-                        Element::Pack(d[0], d[1]), Element::Pack(d[2], d[3]),
-                        Element::Pack(d[4], d[5]), Element::Pack(d[6], d[7]));
     }
     ptx::FenceAsyncShared();
     __syncwarp();
@@ -209,9 +194,17 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
                       2048);
       ptx::CommitStores();
     }
-    segment_to_end += total;
+    const std::uint64_t d_o = TileDescriptor(tile + 2 * kTileBytes);
 #pragma unroll
-    for (int l = 0; l < kMaxLogSegment; ++l) to_end[l] = (i >> l) & 1 ? 0.f : to_end[l] + total;
+    for (int l = 0; l < kMaxLogSegment; ++l) {
+      if ((i >> l) & 1) {
+        const int below = __popc(i & ((1 << l) - 1));
+        AddReads<Element>(grads[l], tile + fragment, aux + below * kChunk * 2 + 4 * (lane & 3),
+                          d_o);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
   }
   if (lane == 0) ptx::WaitStores<0>();
 }

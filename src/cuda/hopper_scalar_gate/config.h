@@ -38,9 +38,11 @@ inline constexpr int kFewSegmentLevels = 6;
 // Heads x value tiles that one output block serves at most. More blocks of fewer heads balance
 // better (chunks differ in the nodes they read); 16 was fastest of 6..48 at T = 8K and 32K.
 inline constexpr int kMaxTilesPerBlock = 16;
-// In the backward each run of heads also writes a partial sum of dq and dk: fewer, longer runs.
-inline constexpr int kMaxBackwardTilesPerBlock = 24;
-inline constexpr int kMaxHeadsPerBlock = kMaxBackwardTilesPerBlock;
+// In the backward each run of heads also writes a partial sum of dq and dk: fewer, longer runs. The
+// node kernel's blocks differ in their work, those of the local kernel do not.
+inline constexpr int kMaxNodeTilesPerBlock = 24;
+inline constexpr int kMaxLocalTilesPerBlock = 64;
+inline constexpr int kMaxHeadsPerBlock = kMaxNodeTilesPerBlock;
 
 // A log2 decay below this is a reset: 2^-200 times anything representable is flushed to zero, and
 // sums of 128 such values keep steps of 2^-9 (g = -inf included).

@@ -9,13 +9,10 @@
 #pragma once
 
 #include "cuda/hopper_scalar_gate/backward_params.h"
+#include "cuda/hopper_scalar_gate/store_as.cuh"
 #include "cuda/hopper_scalar_gate/weights.cuh"
 
 namespace fenwick::cuda::hopper {
-
-__device__ __forceinline__ void StoreAs(float* to, float x) { *to = x; }
-__device__ __forceinline__ void StoreAs(__nv_bfloat16* to, float x) { *to = __float2bfloat16(x); }
-__device__ __forceinline__ void StoreAs(__half* to, float x) { *to = __float2half(x); }
 
 // Copies shared [128][ScalesPitch] to dlevel_scales of `heads` heads and `valid` tokens.
 template <typename Scale>
@@ -29,11 +26,14 @@ __device__ __forceinline__ void StoreScaleGrads(const BackwardParams& b, const C
   const bool dense = b.dscales_head_stride == levels && heads == WeightHeads<Scale>() &&
                      row_bytes % 16 == 0 && reinterpret_cast<std::uintptr_t>(base) % 16 == 0;
   if (dense) {
-    for (int i = threadIdx.x; i < place.valid * levels; i += kWeightThreads) {
-      const int t = i / levels, group = i - t * levels;
+    int t = threadIdx.x / levels, group = threadIdx.x - t * levels;
+    const int tokens = kWeightThreads / levels, groups = kWeightThreads - tokens * levels;
+    while (t < place.valid) {
       const auto* row = reinterpret_cast<const std::uint32_t*>(shared + t * pitch) + 4 * group;
       __stcs(reinterpret_cast<uint4*>(reinterpret_cast<char*>(base) + t * row_bytes + group * 16),
              make_uint4(row[0], row[1], row[2], row[3]));
+      t += tokens, group += groups;
+      if (group >= levels) group -= levels, ++t;
     }
     return;
   }
@@ -46,16 +46,53 @@ __device__ __forceinline__ void StoreScaleGrads(const BackwardParams& b, const C
   }
 }
 
-// dlevel_scales, and the change of the flow at every token. Grid x: chunks x ceil(heads /
-// WeightHeads). A thread takes one token of every second head.
+__device__ __forceinline__ FlowStep Then(FlowStep first, FlowStep second) {
+  return {first.keep * second.keep, second.keep * first.add + second.add};
+}
+
+// Across the tokens of all lanes up to and including this one's.
+__device__ __forceinline__ FlowStep ThroughLanes(FlowStep mine, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const FlowStep before{__shfl_up_sync(~0u, mine.keep, step),
+                          __shfl_up_sync(~0u, mine.add, step)};
+    if (lane >= step) mine = Then(before, mine);
+  }
+  return mine;
+}
+
+// The steps of tokens 4 * lane .. + 3 of a chunk. `changes` and `decays`, a[t] of the chunk
+// (params.h), are those of the tokens.
+__device__ __forceinline__ void FlowSteps(FlowStep (&steps)[4], float4 changes, float4 a,
+                                          int lane) {
+  constexpr float kReset = -126.0f;  // a factor 2^-126 is flushed to zero
+  float before = __shfl_up_sync(~0u, a.w, 1);
+  if (lane == 0) before = 0;
+  steps[0] = {a.x - before <= kReset ? 0.f : 1.f, -changes.x};
+  steps[1] = {a.y - a.x <= kReset ? 0.f : 1.f, -changes.y};
+  steps[2] = {a.z - a.y <= kReset ? 0.f : 1.f, -changes.z};
+  steps[3] = {a.w - a.z <= kReset ? 0.f : 1.f, -changes.w};
+}
+
+__device__ __forceinline__ FlowStep ThroughLanes(const FlowStep (&steps)[4], int lane) {
+  return ThroughLanes(Then(Then(steps[0], steps[1]), Then(steps[2], steps[3])), lane);
+}
+
+__device__ __forceinline__ float4 LocalDecays(const ForwardParams& p, std::size_t record,
+                                              int lane) {
+  return reinterpret_cast<const float4*>(p.local_decay + record * 2 * kChunk)[lane];
+}
+
+// dlevel_scales, and the change of the flow at every token and across the chunk. Warps take heads,
+// a lane tokens 2 * lane, + 1 and 64 later. Grid x: chunks x ceil(heads / WeightHeads).
 template <typename Scale>
 __global__ void __launch_bounds__(kWeightThreads)
     ScaleGradsKernel(const __grid_constant__ BackwardParams b) {
   extern __shared__ __align__(16) char tile[];
   ptx::AllowNextKernel();
-  ptx::WaitForPreviousKernel();
   const ForwardParams& p = b.forward;
   constexpr int kHeads = WeightHeads<Scale>();
+  constexpr int kWarpsPerHead = kWeightThreads / 32 / kHeads;
   const int blocks_per_chunk = DivideUp(p.num_heads, kHeads);
   const int chunk = blockIdx.x / blocks_per_chunk;
   const int first_head = (blockIdx.x - chunk * blocks_per_chunk) * kHeads;
@@ -66,178 +103,198 @@ __global__ void __launch_bounds__(kWeightThreads)
     reinterpret_cast<std::uint32_t*>(tile)[i] = 0;
   }
   __syncthreads();
-  const int t = threadIdx.x % kChunk;
-  const int rows = kLocalLevels + __popc(place.index);
-  for (int head = threadIdx.x / kChunk; head < heads; head += kWeightThreads / kChunk) {
-    const std::size_t unit =
-        (static_cast<std::size_t>(first_head + head) * p.layout.num_chunks + chunk) * p.value_tiles;
-    Scale* out = reinterpret_cast<Scale*>(tile + t * pitch) + head * p.levels;
-    float change = 0;
+  ptx::WaitForPreviousKernel();
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = warp / kWarpsPerHead, part = warp % kWarpsPerHead;
+  const std::size_t record =
+      static_cast<std::size_t>(first_head + head) * p.layout.num_chunks + chunk;
+  const std::size_t unit = record * p.value_tiles;
+  if (head < heads && part == 0) {
+    float4 change = make_float4(0, 0, 0, 0);
+    const auto add = [&](const float* from) {
+      const float4 x = __ldcs(reinterpret_cast<const float4*>(from));
+      change.x += x.x, change.y += x.y, change.z += x.z, change.w += x.w;
+    };
     for (int v = 0; v < p.value_tiles; ++v) {
-      const float* local = b.local_flow + (unit + v) * 192;
-      change += b.node_reads[(unit + v) * kChunk + t] + local[t];
-      if (t >= 64) change += local[kChunk + t - 64];
+      add(b.node_reads + (unit + v) * kChunk + 4 * lane);
+      add(b.local_flow + (unit + v) * 192 + 4 * lane);
+      if (lane >= 16) add(b.local_flow + (unit + v) * 192 + 64 + 4 * lane);
     }
-    float last = 0;  // of level L - 1, which may stand for several
-    int rest = place.index;
-    constexpr int kTogether = 12;  // loads in flight
-#pragma unroll 1
-    for (int first = 0; first < rows; first += kTogether) {
-      float x[kTogether];
+    const int valid = place.valid - 4 * lane;
+    if (valid < 1) change.x = 0;
+    if (valid < 2) change.y = 0;
+    if (valid < 3) change.z = 0;
+    if (valid < 4) change.w = 0;
+    reinterpret_cast<float4*>(b.flow_change + record * kChunk)[lane] = change;
+    FlowStep steps[4];
+    FlowSteps(steps, change, LocalDecays(p, record, lane), lane);
+    const FlowStep through = ThroughLanes(steps, lane);
+    if (lane == 31) b.chunk_flow[record] = through;
+  }
+  if (head < heads) {
+    char* out[2][2];  // of the lane's tokens
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) x[i] = 0;
-#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      out[i / 2][i % 2] = tile + (64 * (i / 2) + 2 * lane + i % 2) * pitch +
+                          head * p.levels * static_cast<int>(sizeof(Scale));
+    }
+    // A thread writes all rows of its tokens that share a level in turn (those from L - 1 on are
+    // one).
+    float2 sum[2] = {};
+    int last_level = -1;
+    const auto store = [&](int level, float2 x0, float2 x1) {
+      if (level == last_level) {
+        x0.x += sum[0].x, x0.y += sum[0].y, x1.x += sum[1].x, x1.y += sum[1].y;
+      }
+      sum[0] = x0, sum[1] = x1;
+      last_level = level;
+      StoreAs(reinterpret_cast<Scale*>(out[0][0]) + level, p.scale * x0.x);
+      StoreAs(reinterpret_cast<Scale*>(out[0][1]) + level, p.scale * x0.y);
+      StoreAs(reinterpret_cast<Scale*>(out[1][0]) + level, p.scale * x1.x);
+      StoreAs(reinterpret_cast<Scale*>(out[1][1]) + level, p.scale * x1.y);
+    };
+    const int last = p.levels - 1;
+    const auto* grads =
+        reinterpret_cast<const std::uint32_t*>(b.scale_grads + unit * p.weight_rows * kChunk) +
+        lane;
+    const auto load = [&](auto& x, int first_row, int rows) {
+      constexpr int kRows = sizeof(x) / sizeof(x[0]);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) x[i][0] = x[i][1] = make_float2(0, 0);
       for (int v = 0; v < p.value_tiles; ++v) {
-        const float* grads = b.scale_grads + ((unit + v) * p.weight_rows + first) * kChunk + t;
+        const std::uint32_t* from = grads + (v * p.weight_rows + first_row) * (kChunk / 2);
+        std::uint32_t y[kRows][2];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          y[i][0] = i < rows ? __ldcs(from + i * (kChunk / 2)) : 0;
+          y[i][1] = i < rows ? __ldcs(from + i * (kChunk / 2) + 32) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            x[i][half].x += BFloat16::Low(y[i][half]);
+            x[i][half].y += BFloat16::High(y[i][half]);
+          }
+        }
+      }
+    };
+    if (part == 0) {
+      float2 x[kLocalLevels][2];
+      load(x, 0, kLocalLevels);
+#pragma unroll
+      for (int row = 0; row < kLocalLevels; ++row) {
+        // A level that the token does not have was not written.
+        const int bit = row - 1;
+        if (bit == 0) x[row][0].x = x[row][1].x = 0;
+        if (bit > 0 && bit < 6 && ((lane >> (bit - 1)) & 1) == 0) {
+          x[row][0] = x[row][1] = make_float2(0, 0);
+        }
+        if (bit == 6) x[row][0] = make_float2(0, 0);
+        store(min(row, last), x[row][0], x[row][1]);
+      }
+    }
+    // With several warps a head the last one takes the nodes, unless they share a level with local
+    // rows.
+    if (part == (last > kLogChunk ? kWarpsPerHead - 1 : 0)) {
+      const int nodes = __popc(place.index);
+      int rest = place.index;
+      constexpr int kTogether = 4;
+#pragma unroll 1
+      for (int first = 0; first < nodes; first += kTogether) {
+        float2 x[kTogether][2];
+        load(x, kLocalLevels + first, nodes - first);
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          const int row = first + i;
-          const bool live = row == 0 || row >= kLocalLevels || ((t >> (row - 1)) & 1) != 0;
-          if (row < rows && live) x[i] += __ldcs(grads + i * kChunk);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int row = first + i;
-        if (row >= rows) break;
-        int level = row;
-        if (row >= kLocalLevels) {
-          level = kLogChunk + __ffs(rest);
+          if (first + i >= nodes) break;
+          store(min(kLogChunk + __ffs(rest), last), x[i][0], x[i][1]);
           rest &= rest - 1;
-        }
-        if (level < p.levels - 1) {
-          StoreAs(out + level, p.scale * x[i]);
-        } else {
-          last += x[i];
         }
       }
     }
-    StoreAs(out + p.levels - 1, p.scale * last);
-    b.flow_change[unit / p.value_tiles * kChunk + t] = t < place.valid ? change : 0.f;
   }
   __syncthreads();
   StoreScaleGrads<Scale>(b, place, first_head, heads, tile);
 }
 
 inline constexpr int kFlowHeads = 8;
+inline constexpr int kFlowThreads = 32 * kFlowHeads;
 
-// x -> keep * x + add: the flow across some tokens.
-struct FlowStep {
-  float keep, add;
-};
-__device__ __forceinline__ FlowStep Then(FlowStep first, FlowStep second) {
-  return {first.keep * second.keep, second.keep * first.add + second.add};
-}
-
-// dg of one segment for eight heads, a warp each. Grid x: segments x ceil(heads / 8).
+// dg of one chunk for eight heads, a warp each, four tokens a lane. Grid x: chunks x ceil(heads /
+// 8).
 template <typename Unused = void>
-__global__ void __launch_bounds__(32 * kFlowHeads)
+__global__ void __launch_bounds__(kFlowThreads)
     FlowKernel(const __grid_constant__ BackwardParams b) {
-  __shared__ float gates[kChunk][kFlowHeads + 1];
   __shared__ float flows[kChunk][kFlowHeads + 1];
   ptx::AllowNextKernel();
   ptx::WaitForPreviousKernel();
   const ForwardParams& p = b.forward;
   const int blocks = DivideUp(p.num_heads, kFlowHeads);
-  const int segment = blockIdx.x / blocks;
-  const int first_head = (blockIdx.x - segment * blocks) * kFlowHeads;
+  const int chunk = blockIdx.x / blocks;
+  const int first_head = (blockIdx.x - chunk * blocks) * kFlowHeads;
   const int heads = min(kFlowHeads, p.num_heads - first_head);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const SegmentPlace place = PlaceOfSegment(p.layout, segment);
-  const int first = place.index << p.layout.log_segment;
-  const int count = min(1 << p.layout.log_segment, place.num_chunks - first);
-  const int length = min(place.length - first * kChunk, kChunk << p.layout.log_segment);
   const int head = first_head + min(warp, heads - 1);
-  const float* change =
-      b.flow_change +
-      (static_cast<std::size_t>(head) * p.layout.num_chunks + place.first_chunk + first) * kChunk;
+  const ChunkPlace place = PlaceOfChunk(p.layout, chunk);
+  const std::size_t record = static_cast<std::size_t>(head) * p.layout.num_chunks + chunk;
+  const float4 changes =
+      __ldcs(reinterpret_cast<const float4*>(b.flow_change + record * kChunk) + lane);
+  const float4 decays = LocalDecays(p, record, lane);
 
-  const auto boundary_flow = [&](int offset) {
-    const std::size_t unit =
-        (static_cast<std::size_t>(head) * p.layout.num_segments + segment + offset) * p.value_tiles;
+  // The chunk's segment: the flow at both ends, and the way through each of its chunks.
+  const SegmentPlace sequence = PlaceOfSequence(p.layout, SequenceOfChunk(p.layout, chunk));
+  const int log_segment = p.layout.log_segment;
+  const int segment = place.index >> log_segment, first = segment << log_segment;
+  const int count = min(1 << log_segment, sequence.num_chunks - first);
+  const int length = min(sequence.length - first * kChunk, kChunk << log_segment);
+  const auto boundary_flow = [&](int boundary) {
+    const std::size_t unit = (static_cast<std::size_t>(head) * p.layout.num_segments +
+                              FirstSegment(p.layout, SequenceOfChunk(p.layout, chunk)) + boundary) *
+                             p.value_tiles;
     float sum = 0;
-    for (int i = lane; i < p.value_tiles * kFlowParts; i += 32)
+    for (int i = lane; i < p.value_tiles * kFlowParts; i += 32) {
       sum += b.segment_flow[unit * kFlowParts + i];
+    }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     return sum;
   };
-  const float begin = place.index > 0 ? boundary_flow(0) : 0.f;
-  const float end = place.index + 1 < place.num_segments ? boundary_flow(1) : 0.f;
+  const float begin = segment > 0 ? boundary_flow(segment) : 0.f;
+  const float end = segment + 1 < sequence.num_segments ? boundary_flow(segment + 1) : 0.f;
+  FlowStep through_chunks{1, 0};
+  if (lane < count) through_chunks = b.chunk_flow[record - place.index + first + lane];
+  through_chunks = ThroughLanes(through_chunks, lane);
+  const auto through = [&](int chunks) {
+    return FlowStep{__shfl_sync(~0u, through_chunks.keep, chunks - 1),
+                    __shfl_sync(~0u, through_chunks.add, chunks - 1)};
+  };
+  const FlowStep all = through(count);
+  const float slope = all.keep != 0 ? (end - begin - all.add) / static_cast<float>(length) : 0.f;
+  const int before_chunk = place.index - first;
+  FlowStep before{1, 0};
+  if (before_chunk > 0) before = through(before_chunk);
 
-  float slope = 0;
-#pragma unroll 1
-  for (int writing = 0; writing < 2; ++writing) {
-    FlowStep so_far{1, 0};
-    // The next chunk's gates and changes are loaded while this one is summed.
-    constexpr int kGatesPerThread = kChunk / 32;
-    float next_gates[kGatesPerThread];
-    float4 next_change;
-    const auto load = [&](int c) {
-      const int valid = min(kChunk, length - c * kChunk);
-      const std::int64_t token = place.token + (first + c) * kChunk;
-      const float* g = p.g + place.batch * p.g_batch_stride + token * p.g_token_stride +
-                       p.head_begin + first_head;
+  FlowStep steps[4];
+  FlowSteps(steps, changes, decays, lane);
+  const FlowStep through_lane = ThroughLanes(steps, lane);
+  const FlowStep before_lane{__shfl_up_sync(~0u, through_lane.keep, 1),
+                             __shfl_up_sync(~0u, through_lane.add, 1)};
+  if (lane > 0) before = Then(before, before_lane);
+  float flow = before.keep * begin + before.add;
 #pragma unroll
-      for (int k = 0; k < kGatesPerThread; ++k) {
-        const int i = threadIdx.x + k * 32 * kFlowHeads, t = i / kFlowHeads, h = i % kFlowHeads;
-        next_gates[k] = t < valid && h < heads ? g[t * p.g_token_stride + h] : 0.f;
-      }
-      next_change = reinterpret_cast<const float4*>(change + c * kChunk)[lane];
-    };
-    load(0);
-#pragma unroll 1
-    for (int c = 0; c < count; ++c) {
-      const std::int64_t token = place.token + (first + c) * kChunk;
-      const int valid = min(kChunk, length - c * kChunk);
-      __syncthreads();
-#pragma unroll
-      for (int k = 0; k < kGatesPerThread; ++k) {
-        const int i = threadIdx.x + k * 32 * kFlowHeads;
-        gates[i / kFlowHeads][i % kFlowHeads] = next_gates[k];
-      }
-      const float4 r = next_change;
-      __syncthreads();
-      if (c + 1 < count) load(c + 1);
-      const float changes[4] = {r.x, r.y, r.z, r.w};
-      constexpr float kReset = -126.0f / 1.4426950408889634f;  // its decay is flushed to zero
-      FlowStep mine{1, 0}, steps[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool reset = gates[4 * lane + i][min(warp, heads - 1)] <= kReset;
-        steps[i] = {reset ? 0.f : 1.f, -changes[i]};
-        mine = Then(mine, steps[i]);
-      }
-      FlowStep through = mine;
-#pragma unroll
-      for (int step = 1; step < 32; step <<= 1) {
-        const FlowStep before{__shfl_up_sync(~0u, through.keep, step),
-                              __shfl_up_sync(~0u, through.add, step)};
-        if (lane >= step) through = Then(before, through);
-      }
-      FlowStep before{__shfl_up_sync(~0u, through.keep, 1), __shfl_up_sync(~0u, through.add, 1)};
-      if (lane == 0) before = {1, 0};
-      before = Then(so_far, before);
-      so_far =
-          Then(so_far, {__shfl_sync(~0u, through.keep, 31), __shfl_sync(~0u, through.add, 31)});
-      if (writing == 0) continue;
-      float flow = before.keep * begin + before.add;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int t = 4 * lane + i;
-        flow *= steps[i].keep;
-        flows[t][warp] = steps[i].keep * (flow + slope * (c * kChunk + t));
-        flow += steps[i].add;
-      }
-      __syncthreads();
-      float* dg = b.dg + place.batch * b.dg_batch_stride + token * b.dg_token_stride +
-                  p.head_begin + first_head;
-      for (int i = threadIdx.x; i < valid * kFlowHeads; i += 32 * kFlowHeads) {
-        const int t = i / kFlowHeads, h = i % kFlowHeads;
-        if (h < heads) dg[t * b.dg_token_stride + h] = flows[t][h];
-      }
-    }
-    if (so_far.keep != 0) slope = (end - begin - so_far.add) / static_cast<float>(length);
+  for (int i = 0; i < 4; ++i) {
+    const int t = 4 * lane + i;
+    flow *= steps[i].keep;
+    flows[t][warp] = steps[i].keep * (flow + slope * (before_chunk * kChunk + t));
+    flow += steps[i].add;
+  }
+  __syncthreads();
+  float* dg = b.dg + place.batch * b.dg_batch_stride + place.token * b.dg_token_stride +
+              p.head_begin + first_head;
+  for (int i = threadIdx.x; i < place.valid * kFlowHeads; i += kFlowThreads) {
+    const int t = i / kFlowHeads, h = i % kFlowHeads;
+    if (h < heads) dg[t * b.dg_token_stride + h] = flows[t][h];
   }
 }
 
@@ -267,47 +324,6 @@ __global__ void __launch_bounds__(kCopyThreads) CopyKernel(const __grid_constant
   using Storage = typename Element::Storage;
   static_cast<Storage*>(p.to)[at(p.to_strides)] =
       static_cast<const Storage*>(p.from)[at(p.from_strides)];
-}
-
-// Sums partial results [parts][B, T, G, 128] into [B, T, G, K].
-struct ReduceParams {
-  const float* first = nullptr;   // `parts` of them
-  const float* second = nullptr;  // null, or as many again
-  int parts = 0;
-  std::int64_t partial_stride = 0, rows = 0;  // rows = B * T * G
-  int tokens = 0, groups = 0, key_size = 0;
-  void* out = nullptr;
-  std::int64_t batch_stride = 0, token_stride = 0, group_stride = 0;
-};
-
-inline constexpr int kReduceThreads = 256;
-
-template <typename Element>
-__global__ void __launch_bounds__(kReduceThreads)
-    ReducePartialsKernel(const __grid_constant__ ReduceParams p) {
-  ptx::AllowNextKernel();
-  ptx::WaitForPreviousKernel();
-  const std::int64_t i = std::int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
-  const std::int64_t row = i / 32;
-  const int column = static_cast<int>(i % 32) * 4;
-  if (row >= p.rows || column >= p.key_size) return;
-  float sum[4] = {};
-  const auto add = [&](const float* partials) {
-    for (int part = 0; part < p.parts; ++part) {
-      const float4 x = __ldcs(reinterpret_cast<const float4*>(partials + part * p.partial_stride +
-                                                              row * kBackwardKeySize + column));
-      sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
-    }
-  };
-  add(p.first);
-  if (p.second != nullptr) add(p.second);
-  const std::int64_t token = row / p.groups;
-  auto* out = static_cast<typename Element::Storage*>(p.out) + token / p.tokens * p.batch_stride +
-              token % p.tokens * p.token_stride + row % p.groups * p.group_stride + column;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    if (column + k < p.key_size) StoreAs(out + k, sum[k]);
-  }
 }
 
 }  // namespace fenwick::cuda::hopper

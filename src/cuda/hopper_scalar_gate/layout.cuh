@@ -66,6 +66,11 @@ __device__ __forceinline__ SegmentPlace PlaceOfSequence(const Layout& layout, in
   return place;
 }
 
+__device__ __forceinline__ int SequenceOfChunk(const Layout& layout, int chunk) {
+  return layout.sequences == nullptr ? chunk / layout.chunks_per_sequence
+                                     : layout.sequence_of_chunk[chunk];
+}
+
 __device__ __forceinline__ int FirstSegment(const Layout& layout, int n) {
   return layout.sequences == nullptr ? n * layout.segments_per_sequence
                                      : layout.sequences[n].first_segment;

@@ -122,6 +122,30 @@ __device__ __forceinline__ void StartKeyGrads(float (&d)[32], std::uint32_t (&v)
   ptx::WgmmaCommit();
 }
 
+// Walks over the value tiles of a run of heads.
+struct TileWalk {
+  int value_tiles;
+  std::size_t units_to_next_head;  // from a head's last value tile
+  int head, value_tile = 0;        // head within the pass
+  std::size_t unit;                // place in arrays [F, N, V/64, ...]
+
+  __device__ __forceinline__ TileWalk(const ForwardParams& p, const HeadRun& run)
+      : value_tiles(p.value_tiles),
+        units_to_next_head((static_cast<std::size_t>(p.layout.num_chunks) - 1) * p.value_tiles + 1),
+        head(run.first_head),
+        unit((static_cast<std::size_t>(run.first_head) * p.layout.num_chunks + run.chunk) *
+             p.value_tiles) {}
+  __device__ __forceinline__ void Next() {
+    if (++value_tile < value_tiles) {
+      ++unit;
+    } else {
+      value_tile = 0;
+      ++head;
+      unit += units_to_next_head;
+    }
+  }
+};
+
 template <typename Element>
 __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     LocalGradsKernel(const __grid_constant__ CUtensorMap q_map,
@@ -153,7 +177,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
   }
   __syncthreads();
   ptx::WaitForPreviousKernel();
-  const HeadRun run = PlaceOfRun(b, blockIdx.x);
+  const HeadRun run = PlaceOfRun(b, blockIdx.x, b.local_runs, b.local_heads);
   const ChunkPlace& place = run.place;
   const int tiles = run.heads * p.value_tiles;
   const std::size_t chunks = p.layout.num_chunks;
@@ -163,14 +187,16 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
   if (warp_in_block >= 12) {
     ptx::LowerRegisters<24>();
     if (warp_in_block > 12 || lane > 0) return;
+    const int group = b.group_begin + run.group;
     ptx::BarrierExpect(query, 4 * kTileBytes);
     for (int i = 0; i < 2; ++i) {
-      ptx::LoadTile(shared + Shape::kKeys + i * kTileBytes, &k_map, query, 64 * i, run.group,
+      ptx::LoadTile(shared + Shape::kKeys + i * kTileBytes, &k_map, query, 64 * i, group,
                     place.token, place.batch);
-      ptx::LoadTile(shared + Shape::kP + i * kTileBytes, &q_map, query, 64 * i, run.group,
-                    place.token, place.batch);
+      ptx::LoadTile(shared + Shape::kP + i * kTileBytes, &q_map, query, 64 * i, group, place.token,
+                    place.batch);
     }
-    for (int tile = 0; tile <= tiles; ++tile) {
+    TileWalk walk(p, run);
+    for (int tile = 0; tile <= tiles; ++tile, walk.Next()) {
       const int stage = tile % Shape::kStages, round = tile / Shape::kStages;
       if (round > 0) ptx::BarrierWait(empty + 8 * stage, (round & 1) ^ 1);
       const std::uint32_t bar = full + 8 * stage;
@@ -178,12 +204,11 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       if (tile == tiles) {  // q once more, for dk
         ptx::BarrierExpect(bar, 2 * kTileBytes);
         for (int i = 0; i < 2; ++i) {
-          ptx::LoadTile(to + i * kTileBytes, &q_map, bar, 64 * i, run.group, place.token,
-                        place.batch);
+          ptx::LoadTile(to + i * kTileBytes, &q_map, bar, 64 * i, group, place.token, place.batch);
         }
         break;
       }
-      const int head = run.first_head + tile / p.value_tiles, value_tile = tile % p.value_tiles;
+      const int head = walk.head, value_tile = walk.value_tile;
       const std::size_t record = head * chunks + run.chunk;
       const std::uint32_t aux = shared + Shape::kAux + stage * Shape::kAuxBytes;
       ptx::BarrierExpect(bar, 3 * kTileBytes + Shape::kAuxBytes);
@@ -199,9 +224,8 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
           static_cast<const char*>(p.decay_to_end) + record * kDecayToEndBytes + 2 * kChunk, 16,
           bar);
       ptx::LoadBytes(to + 2 * kTileBytes,
-                     static_cast<const char*>(b.chunk_grads) +
-                         (record * p.value_tiles + value_tile) * kTileBytes,
-                     kTileBytes, bar);
+                     static_cast<const char*>(b.chunk_grads) + walk.unit * kTileBytes, kTileBytes,
+                     bar);
     }
     return;
   }
@@ -241,9 +265,10 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
   const auto next_stage = [&] {
     if (++stage == Shape::kStages) stage = 0, parity ^= 1;
   };
-  const auto unit_of = [&](int tile) {
-    return ((run.first_head + tile / p.value_tiles) * chunks + run.chunk) * p.value_tiles +
-           tile % p.value_tiles;
+  TileWalk walk(p, run);
+  const std::uint64_t first_tile = TileDescriptor(shared);
+  const auto descriptor = [&](std::uint32_t address) {
+    return first_tile + (address - shared) / 16;
   };
 
   if (warpgroup < 2) {
@@ -264,33 +289,38 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     const std::uint32_t staging = shared + Shape::kOut + warpgroup * Shape::kHalf + warp * 2048;
     const RowsTarget target{&dv_map,          b.dv,         b.dv_batch_stride, b.dv_token_stride,
                             b.dv_head_stride, p.value_size, b.dv_mapped,       packed};
+    float dp[32];
+    // dP of the tile in the current stage; after the last one, of what else is there, for nothing.
+    const auto start_dp = [&] {
+      ptx::BarrierWait(full + 8 * stage, parity);
+      const std::uint32_t d_o = shared + Shape::kRing + stage * Shape::kStageBytes;
+      zero_tail(d_o, 2);
+      ptx::PinRegisters(dp);
+      ptx::WgmmaFence();
+      const std::uint64_t rows = descriptor(d_o + warpgroup * Shape::kHalf);
+      const std::uint64_t columns = rows + kTileBytes / 16;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        ptx::WgmmaShared<E, false, false>(dp, rows + j * kStepColumns16,
+                                          columns + j * kStepColumns16, j > 0);
+      }
+      ptx::WgmmaCommit();
+    };
+    start_dp();
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-      ptx::BarrierWait(full + 8 * stage, parity);
       const std::uint32_t d_o = shared + Shape::kRing + stage * Shape::kStageBytes;
       const std::uint32_t v = d_o + kTileBytes, grads = v + kTileBytes;
       const std::uint32_t aux = shared + Shape::kAux + stage * Shape::kAuxBytes;
-      zero_tail(d_o, 2);
       const std::uint32_t la = aux + Shape::kAuxRows + 2 * t0, lb = la + 16;
       const int buffer = tile & 1;
       const std::uint32_t my_p = p0 + warpgroup * Shape::kHalf + buffer * (Shape::kP2 - Shape::kP);
       const std::uint32_t my_v = v + warpgroup * Shape::kHalf + offset;
-      const std::size_t unit = unit_of(tile);
+      const std::size_t unit = walk.unit;
       const float a0 = ptx::LoadSharedF32(aux + 4 * t0), a1 = ptx::LoadSharedF32(aux + 4 * t0 + 32);
       RowSums level4, level5, level6, flow;
       float y0, y1, y6, y7;
       {
-        float dp[32];
-        ptx::PinRegisters(dp);
-        ptx::WgmmaFence();
-        const std::uint64_t rows = TileDescriptor(d_o + warpgroup * Shape::kHalf);
-        const std::uint64_t columns = TileDescriptor(v + warpgroup * Shape::kHalf);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          ptx::WgmmaShared<E, false, false>(dp, rows + j * kStepColumns16,
-                                            columns + j * kStepColumns16, j > 0);
-        }
-        ptx::WgmmaCommit();
         ptx::WgmmaWait<0>();
         ptx::PinRegisters(dp);
         float corner[8];
@@ -365,8 +395,8 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       {
         ptx::PinRegisters(dv);
         ptx::WgmmaFence();
-        const std::uint64_t k = TileDescriptor(keys + warpgroup * Shape::kHalf);
-        const std::uint64_t d = TileDescriptor(grads);
+        const std::uint64_t k = descriptor(keys + warpgroup * Shape::kHalf);
+        const std::uint64_t d = descriptor(grads);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           ptx::WgmmaShared<E, false, true>(
@@ -377,37 +407,36 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       }
       {
         std::uint32_t fragments[4][4];
-        StartKeyGrads<E>(dk, fragments, my_v, ea, eb,
-                         TileDescriptor(grads + warpgroup * Shape::kHalf));
+        StartKeyGrads<E>(dk, fragments, my_v, ea, eb, descriptor(grads + warpgroup * Shape::kHalf));
         // Levels 0-3 of the diagonal block: each entry belongs to one lane or two.
-        float* out = b.scale_grads + unit * p.weight_rows * kChunk + t0;
+        __nv_bfloat16* out = b.scale_grads + unit * p.weight_rows * kChunk + t0;
         const int half = row >> 1;
         if (pair == half) {
           const bool odd = row & 1;
-          out[0] = odd ? y1 : y0;
-          out[8] = odd ? y7 : y6;
-          out[kChunk] = odd ? y0 : 0.f;
-          out[kChunk + 8] = odd ? y6 : 0.f;
+          StoreAs(out, odd ? y1 : y0);
+          StoreAs(out + 8, odd ? y7 : y6);
+          StoreAs(out + kChunk, odd ? y0 : 0.f);
+          StoreAs(out + kChunk + 8, odd ? y6 : 0.f);
         }
         float xa = y0 + y1, xb = y6 + y7;
         if ((pair ^ half) == 1) {
-          out[2 * kChunk] = xa;
-          out[2 * kChunk + 8] = xb;
+          StoreAs(out + 2 * kChunk, xa);
+          StoreAs(out + 2 * kChunk + 8, xb);
         }
         xa += __shfl_xor_sync(~0u, xa, 1);
         xb += __shfl_xor_sync(~0u, xb, 1);
         if ((pair ^ half) == 2) {
-          out[3 * kChunk] = xa;
-          out[3 * kChunk + 8] = xb;
+          StoreAs(out + 3 * kChunk, xa);
+          StoreAs(out + 3 * kChunk + 8, xb);
         }
         level4.Reduce();
         level5.Reduce();
         level6.Reduce();
         if (pair == 3) {
-          out[4 * kChunk + 8] = level4.b;
+          StoreAs(out + 4 * kChunk + 8, level4.b);
         } else if (pair < 2) {
-          out[(5 + pair) * kChunk] = pair ? level6.a : level5.a;
-          out[(5 + pair) * kChunk + 8] = pair ? level6.b : level5.b;
+          StoreAs(out + (5 + pair) * kChunk, pair ? level6.a : level5.a);
+          StoreAs(out + (5 + pair) * kChunk + 8, pair ? level6.b : level5.b);
         }
         ptx::WgmmaWait<0>();
         ptx::PinRegisters(dk);
@@ -426,8 +455,8 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         ptx::WgmmaShared<E, true, true>(
-            dv, TileDescriptor(my_p) + j * kStepRows16,
-            TileDescriptor(d_o + warpgroup * Shape::kHalf) + j * kStepRows16, true);
+            dv, descriptor(my_p) + j * kStepRows16,
+            descriptor(d_o + warpgroup * Shape::kHalf) + j * kStepRows16, true);
       }
       ptx::WgmmaCommit();
       if (warpgroup == 0) {
@@ -435,8 +464,8 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           ptx::WgmmaShared<E, true, true>(
-              dv, TileDescriptor(cross + buffer * Shape::kHalf) + j * kStepRows16,
-              TileDescriptor(d_o + Shape::kHalf) + j * kStepRows16, true);
+              dv, descriptor(cross + buffer * Shape::kHalf) + j * kStepRows16,
+              descriptor(d_o + Shape::kHalf) + j * kStepRows16, true);
         }
         ptx::WgmmaCommit();
       }
@@ -450,6 +479,8 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
         ptx::BarrierArrive(empty + 8 * stage);
         if (warpgroup == 0) ptx::BarrierArrive(cross_empty + 8 * buffer);
       }
+      next_stage();
+      start_dp();
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -469,10 +500,12 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       StoreAccumulator<E>(staging, dv, lane);
       ptx::FenceAsyncShared();
       __syncwarp();
-      StoreRows(target, place, p.head_begin + run.first_head + tile / p.value_tiles,
-                tile % p.value_tiles, own + 16 * warp, staging, lane);
-      next_stage();
+      StoreRows(target, place, p.head_begin + walk.head, walk.value_tile, own + 16 * warp, staging,
+                lane);
+      walk.Next();
     }
+    ptx::WgmmaWait<0>();
+    ptx::PinRegisters(dp);
     if (lane == 0) ptx::WaitStores<0>();
     __syncwarp();
     ptx::NamedBarrier(1, 3 * kWarpgroup);
@@ -500,20 +533,19 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     float x[32];
     const int out_row = 64 * warpgroup + 16 * warp + row;
     if (warpgroup == 0) {
-      Multiply64<E, true>(dk, TileDescriptor(p0), TileDescriptor(q), true);
-      Multiply64<E, true>(dk, TileDescriptor(cross), TileDescriptor(q + Shape::kHalf), true);
-      StorePartial(b, run, b.local_dk, dk, out_row, 2 * pair);
-      Multiply64<E, false>(x, TileDescriptor(p0), TileDescriptor(keys), false);
-      StorePartial(b, run, b.local_dq, x, out_row, 2 * pair);
-      Multiply64<E, false>(x, TileDescriptor(p0), TileDescriptor(keys + kTileBytes), false);
-      StorePartial(b, run, b.local_dq, x, out_row, 64 + 2 * pair);
+      Multiply64<E, true>(dk, descriptor(p0), descriptor(q), true);
+      Multiply64<E, true>(dk, descriptor(cross), descriptor(q + Shape::kHalf), true);
+      StoreKeyGradient<E>(b, run, b.dk, dk, out_row, 2 * pair);
+      Multiply64<E, false>(x, descriptor(p0), descriptor(keys), false);
+      StoreKeyGradient<E>(b, run, b.dq, x, out_row, 2 * pair);
+      Multiply64<E, false>(x, descriptor(p0), descriptor(keys + kTileBytes), false);
+      StoreKeyGradient<E>(b, run, b.dq, x, out_row, 64 + 2 * pair);
     } else {
-      Multiply64<E, true>(dk, TileDescriptor(p1), TileDescriptor(q + kTileBytes + Shape::kHalf),
-                          true);
-      StorePartial(b, run, b.local_dk, dk, out_row, 64 + 2 * pair);
-      Multiply64<E, false>(x, TileDescriptor(cross), TileDescriptor(keys), false);
-      Multiply64<E, false>(x, TileDescriptor(p1), TileDescriptor(keys + Shape::kHalf), true);
-      StorePartial(b, run, b.local_dq, x, out_row, 2 * pair);
+      Multiply64<E, true>(dk, descriptor(p1), descriptor(q + kTileBytes + Shape::kHalf), true);
+      StoreKeyGradient<E>(b, run, b.dk, dk, out_row, 64 + 2 * pair);
+      Multiply64<E, false>(x, descriptor(cross), descriptor(keys), false);
+      Multiply64<E, false>(x, descriptor(p1), descriptor(keys + Shape::kHalf), true);
+      StoreKeyGradient<E>(b, run, b.dq, x, out_row, 2 * pair);
     }
   } else {
     const int t0 = 64 + 16 * warp + row, s_row = 16 * warp + row;
@@ -532,7 +564,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       zero_tail(d_o, 2);
       const std::uint32_t la = aux + Shape::kAuxRows + 2 * t0 + 7 * kWeightPitch;
       const int buffer = tile & 1;
-      const std::size_t unit = unit_of(tile);
+      const std::size_t unit = walk.unit;
       {
         float dp[32];
         const float a0 = ptx::LoadSharedF32(aux + 4 * t0);
@@ -541,9 +573,8 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
         ptx::WgmmaFence();
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          ptx::WgmmaShared<E, false, false>(dp,
-                                            TileDescriptor(d_o + Shape::kHalf) + j * kStepColumns16,
-                                            TileDescriptor(v) + j * kStepColumns16, j > 0);
+          ptx::WgmmaShared<E, false, false>(dp, descriptor(d_o + Shape::kHalf) + j * kStepColumns16,
+                                            descriptor(v) + j * kStepColumns16, j > 0);
         }
         ptx::WgmmaCommit();
         if (tile >= 2) ptx::BarrierWait(cross_empty + 8 * buffer, ((tile >> 1) & 1) ^ 1);
@@ -564,18 +595,17 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
         if (lane == 0) ptx::BarrierArrive(cross_full + 8 * buffer);
         level7.Reduce();
         flow.Reduce();
-        float* out = b.scale_grads + (unit * p.weight_rows + 7) * kChunk + t0;
+        __nv_bfloat16* out = b.scale_grads + (unit * p.weight_rows + 7) * kChunk + t0;
         float* local_flow = b.local_flow + unit * 192 + kChunk + s_row;
-        if (pair == 0) out[0] = level7.a, local_flow[0] = flow.a;
-        if (pair == 1) out[8] = level7.b, local_flow[8] = flow.b;
+        if (pair == 0) StoreAs(out, level7.a), local_flow[0] = flow.a;
+        if (pair == 1) StoreAs(out + 8, level7.b), local_flow[8] = flow.b;
       }
       const float total = ptx::LoadSharedF32(aux + Shape::kAuxTotal);
       {
         const float ea = ptx::Exp2(total - ptx::LoadSharedF32(aux + 4 * s_row));
         const float eb = ptx::Exp2(total - ptx::LoadSharedF32(aux + 4 * s_row + 32));
         std::uint32_t fragments[4][4];
-        StartKeyGrads<E>(dk_upper, fragments, v + offset, ea, eb,
-                         TileDescriptor(grads + Shape::kHalf));
+        StartKeyGrads<E>(dk_upper, fragments, v + offset, ea, eb, descriptor(grads + Shape::kHalf));
         ptx::WgmmaWait<0>();
         ptx::PinRegisters(dk_upper);
       }
@@ -583,13 +613,13 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
         const float ea = ptx::Exp2(total - ptx::LoadSharedF32(aux + 4 * t0));
         const float eb = ptx::Exp2(total - ptx::LoadSharedF32(aux + 4 * t0 + 32));
         std::uint32_t fragments[4][4];
-        StartKeyGrads<E>(dk_lower, fragments, v + Shape::kHalf + offset, ea, eb,
-                         TileDescriptor(grads));
+        StartKeyGrads<E>(dk_lower, fragments, v + Shape::kHalf + offset, ea, eb, descriptor(grads));
         ptx::WgmmaWait<0>();
         ptx::PinRegisters(dk_lower);
       }
       __syncwarp();
       if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
+      walk.Next();
       next_stage();
     }
     ptx::NamedBarrier(1, 3 * kWarpgroup);
@@ -607,15 +637,14 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     zero_tail(q, 2);
     const std::uint32_t q_right = q + kTileBytes, keys_right = keys + kTileBytes;
     float x[32];
-    Multiply64<E, true>(dk_upper, TileDescriptor(p0), TileDescriptor(q_right), true);
-    Multiply64<E, true>(dk_upper, TileDescriptor(cross), TileDescriptor(q_right + Shape::kHalf),
-                        true);
-    StorePartial(b, run, b.local_dk, dk_upper, s_row, 64 + 2 * pair);
-    Multiply64<E, true>(dk_lower, TileDescriptor(p1), TileDescriptor(q + Shape::kHalf), true);
-    StorePartial(b, run, b.local_dk, dk_lower, t0, 2 * pair);
-    Multiply64<E, false>(x, TileDescriptor(cross), TileDescriptor(keys_right), false);
-    Multiply64<E, false>(x, TileDescriptor(p1), TileDescriptor(keys_right + Shape::kHalf), true);
-    StorePartial(b, run, b.local_dq, x, t0, 64 + 2 * pair);
+    Multiply64<E, true>(dk_upper, descriptor(p0), descriptor(q_right), true);
+    Multiply64<E, true>(dk_upper, descriptor(cross), descriptor(q_right + Shape::kHalf), true);
+    StoreKeyGradient<E>(b, run, b.dk, dk_upper, s_row, 64 + 2 * pair);
+    Multiply64<E, true>(dk_lower, descriptor(p1), descriptor(q + Shape::kHalf), true);
+    StoreKeyGradient<E>(b, run, b.dk, dk_lower, t0, 2 * pair);
+    Multiply64<E, false>(x, descriptor(cross), descriptor(keys_right), false);
+    Multiply64<E, false>(x, descriptor(p1), descriptor(keys_right + Shape::kHalf), true);
+    StoreKeyGradient<E>(b, run, b.dq, x, t0, 64 + 2 * pair);
   }
 }
 

@@ -8,6 +8,7 @@
 #include <cuda.h>
 
 #include "cuda/hopper_scalar_gate/backward_params.h"
+#include "cuda/hopper_scalar_gate/head_runs.cuh"
 #include "cuda/hopper_scalar_gate/layout.cuh"
 #include "cuda/hopper_scalar_gate/segment_reads.cuh"
 
@@ -28,57 +29,6 @@ struct NodeGradsShape {
       kBarriers + (2 * kNodeStages + 2 * kHeadStages + 1) * 8 + 1024;
   static constexpr int kThreads = 3 * kWarpgroup;
 };
-
-// A run of heads of one q/k group, for one chunk.
-struct HeadRun {
-  ChunkPlace place;
-  std::size_t chunk;
-  int first_head, heads;  // within the pass
-  int group;              // of q and k
-  int run;                // partial sum it writes
-};
-
-__device__ __forceinline__ HeadRun PlaceOfRun(const BackwardParams& b, int block) {
-  const ForwardParams& p = b.forward;
-  HeadRun r;
-  r.chunk = p.layout.num_chunks - 1 - block % p.layout.num_chunks;
-  const int rest = block / p.layout.num_chunks;
-  const int heads_in_group = min(p.heads_per_group, p.num_heads);
-  const int run = rest % b.runs_per_pass;
-  r.first_head = rest / b.runs_per_pass * heads_in_group + run * p.heads_per_block;
-  r.heads = min(p.heads_per_block, heads_in_group - run * p.heads_per_block);
-  r.group = (p.head_begin + r.first_head) / p.heads_per_group;
-  r.run = b.run_begin + run;
-  r.place = PlaceOfChunk(p.layout, static_cast<int>(r.chunk));
-  return r;
-}
-
-// Row of a partial sum [B, T, G, 128] for token `t` of the chunk.
-__device__ __forceinline__ std::size_t PartialRow(const BackwardParams& b, const HeadRun& r,
-                                                  int t) {
-  const std::size_t token = static_cast<std::size_t>(r.place.batch) * b.tokens + r.place.token + t;
-  return (token * b.groups + r.group) * kBackwardKeySize;
-}
-
-// Stores rows t0 and t0 + 8 of an accumulator of 64 columns into a partial sum.
-__device__ __forceinline__ void StorePartial(const BackwardParams& b, const HeadRun& r, float* out,
-                                             const float (&d)[32], int t0, int column) {
-  float* to = out + r.run * b.partial_stride + column;
-  if (t0 < r.place.valid) {
-    float* row = to + PartialRow(b, r, t0);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      *reinterpret_cast<float2*>(row + 8 * n) = make_float2(d[4 * n], d[4 * n + 1]);
-    }
-  }
-  if (t0 + 8 < r.place.valid) {
-    float* row = to + PartialRow(b, r, t0 + 8);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      *reinterpret_cast<float2*>(row + 8 * n) = make_float2(d[4 * n + 2], d[4 * n + 3]);
-    }
-  }
-}
 
 // dq += w o y and the dot products q . y for the two rows of a lane, 64 columns.
 template <typename Element>
@@ -143,7 +93,7 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
     ptx::BarrierInitFence();
   }
   ptx::WaitForPreviousKernel();
-  const HeadRun run = PlaceOfRun(b, blockIdx.x);
+  const HeadRun run = PlaceOfRun(b, blockIdx.x, b.node_runs, b.node_heads);
   const ChunkPlace& place = run.place;
   const int nodes = __popc(place.index), tiles = run.heads * p.value_tiles;
   const std::size_t chunks = p.layout.num_chunks;
@@ -169,8 +119,9 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
     ptx::LowerRegisters<24>();
     if (warp_in_block > 8 || lane > 0 || nodes == 0) return;
     ptx::BarrierExpect(query, 2 * kTileBytes);
-    ptx::LoadTile(shared, &q_map, query, 0, run.group, place.token, place.batch);
-    ptx::LoadTile(shared + kTileBytes, &q_map, query, 64, run.group, place.token, place.batch);
+    ptx::LoadTile(shared, &q_map, query, 0, b.group_begin + run.group, place.token, place.batch);
+    ptx::LoadTile(shared + kTileBytes, &q_map, query, 64, b.group_begin + run.group, place.token,
+                  place.batch);
     int iteration = 0;
     for (int tile = 0; tile < tiles; ++tile) {
       const int head = run.first_head + tile / p.value_tiles, value_tile = tile % p.value_tiles;
@@ -252,7 +203,8 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
       ptx::PinRegisters(y1);
       if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
       const float scale0 = ptx::Exp2(a0 + g), scale1 = ptx::Exp2(a1 + g);
-      float* grads = b.scale_grads + (unit * p.weight_rows + kLocalLevels + i) * kChunk + t0;
+      __nv_bfloat16* grads =
+          b.scale_grads + (unit * p.weight_rows + kLocalLevels + i) * kChunk + t0;
       ++stage;
       state += kTileBytes / 16;
       if (stage == Shape::kNodeStages) stage = 0, parity ^= 1, state = first_state;
@@ -281,8 +233,8 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
       z += __shfl_xor_sync(~0u, z, 1);
       x += __shfl_xor_sync(~0u, x, 2);
       z += __shfl_xor_sync(~0u, z, 2);
-      if (pair == 0) grads[0] = x * scale0;
-      if (pair == 1) grads[8] = z * scale1;
+      if (pair == 0) StoreAs(grads, x * scale0);
+      if (pair == 1) StoreAs(grads + 8, z * scale1);
       reads0 += wa * x;
       reads1 += wb * z;
       if (last) {

@@ -53,16 +53,17 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
 struct BackwardWorkspace {
   ForwardWorkspace forward;
   std::size_t segment_reads = 0, segment_grads = 0, segment_flow = 0, chunk_grads = 0;
-  std::size_t scale_grads = 0, node_reads = 0, local_flow = 0, flow_change = 0;
-  std::size_t node_dq = 0, local_dq = 0, local_dk = 0;
+  std::size_t scale_grads = 0, node_reads = 0, local_flow = 0, flow_change = 0, chunk_flow = 0;
+  std::size_t node_dq = 0, local_dq = 0, local_dk = 0, total_dq = 0, total_dk = 0;
   std::size_t bytes = 0;
 };
 
 struct BackwardPlan {
-  ForwardPlan forward;  // with K padded to 128, and the backward's heads_per_pass and _block
+  ForwardPlan forward;  // with K padded to 128, and the backward's heads_per_pass
   int segment_levels = 0;
-  int runs_per_pass = 0;  // within a q/k group
-  int runs = 0;           // within a q/k group, over all passes
+  // Runs of heads within a q/k group and pass (backward_params.h).
+  int node_runs = 0, node_heads = 0;
+  int local_runs = 0, local_heads = 0;
   BackwardWorkspace workspace;
 };
 
