@@ -12,7 +12,9 @@ class Cache:
     """States of all layers of a model, indexed by layer; empty until the first call fills it.
 
     Memory grows with log2 of the tokens seen. Works with ``transformers`` generation (greedy,
-    sampling, beams).
+    sampling, beams). Pass one as ``past_key_values`` with ``use_cache=True``; ``cache[i]`` is layer
+    ``i``'s state: ``.conv``, the last inputs of its convolutions, and ``.recurrent``, a
+    :class:`LogLinearState`.
     """
 
     is_compileable = False

@@ -3,6 +3,12 @@
 Shapes everywhere: ``B`` batch, ``T`` tokens, ``G`` query/key groups, ``H`` value heads (a multiple
 of ``G``; head ``h`` reads group ``h // (H // G)``), ``K`` key size, ``V`` value size, ``L`` levels,
 ``N`` sequences (``B``, or ``len(cu_seqlens) - 1`` when packed).
+
+They work under ``torch.compile(fullgraph=True)`` with dynamic ``T``, ``torch.export``, autocast
+(``q``, ``k`` and ``v`` are cast), activation checkpointing and ``torch.func.vmap``, which folds the
+mapped axis into ``B``. ``torch.func.grad`` and forward-mode derivatives do not: torch has them for
+no operator that is registered from outside. Use ``torch.autograd.grad``; ``is_grads_batched=True``
+gives gradients by sample.
 """
 
 from __future__ import annotations
@@ -142,8 +148,15 @@ def log_linear_attention_step(
     """Decoding: appends 1 to 64 tokens to each of ``B`` sequences, each at its own position.
 
     ``state`` is updated in place (its node slots grow when needed; :meth:`LogLinearState.reserve`
-    avoids that, e.g. for CUDA graphs). Not differentiable. Shapes as for
-    :func:`log_linear_attention`; returns ``o`` ``[B, T, H, V]``.
+    avoids that, e.g. for CUDA graphs). Not differentiable. Nothing synchronises: positions are read
+    on the device. Shapes and dtypes as for :func:`log_linear_attention`.
+
+    Returns:
+        ``o`` ``[B, T, H, V]``.
+
+    Raises:
+        ValueError: not 1 to 64 tokens.
+        RuntimeError: another argument is wrong, or the call stands in ``torch.func.vmap``.
     """
     return _step("log_linear_attention", q, k, v, g, None, level_scales, state, scale, level_policy)
 

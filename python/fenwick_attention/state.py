@@ -102,6 +102,7 @@ class LogLinearState:
 
     @property
     def num_sequences(self) -> int:
+        """``N``."""
         return self.position.shape[0]
 
     @property
@@ -117,7 +118,9 @@ class LogLinearState:
         return dataclasses.replace(self, **{f: fn(t) for f, t in self._tensors().items()})
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> LogLinearState:
-        """The state on another device."""
+        """The state on another device; it keeps the dtypes of its tokens."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"device: expected a device, got {device}")
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def clone(self) -> LogLinearState:

@@ -1,5 +1,6 @@
-"""Every Python example in the documentation runs."""
+"""Every Python example in the documentation runs; the API pages are those of the docstrings."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -17,3 +18,31 @@ def test_examples_run(page):
     if any("fenwick_attention.models" in b for b in blocks):
         pytest.importorskip("transformers")
     exec(compile("\n".join(blocks), str(page), "exec"), {})
+
+
+def test_api_pages_are_current():
+    pytest.importorskip("transformers")
+    spec = importlib.util.spec_from_file_location("api_docs", ROOT / "scripts" / "api_docs.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    pages = script.pages()
+    assert pages.keys() == {path.name for path in script.FOLDER.iterdir()}
+    for name, page in pages.items():
+        assert (script.FOLDER / name).read_text() == page, f"run scripts/api_docs.py: {name}"
+
+
+def test_everything_public_has_a_docstring_and_a_page():
+    pytest.importorskip("transformers")
+    import fenwick_attention
+    from fenwick_attention import models
+
+    text = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    for module in (fenwick_attention, models):
+        for name in module.__all__:
+            assert f"## {name}\n" in text, name
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [*PAGES, *sorted((ROOT / "docs" / "api").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -122,6 +122,8 @@ def test_state_object(rule, tmp_path):
     assert relative_error(step(rule, again, undone), expected) <= 1e-13
     with pytest.raises(ValueError, match="tokens: expected"):
         state.truncate(129)
+    with pytest.raises(TypeError, match="device: expected"):
+        state.to(torch.bfloat16)
     # beams, device, files
     picked = state.index_select(torch.tensor([2, 0]))
     assert torch.equal(picked.k, state.k[[2, 0]])

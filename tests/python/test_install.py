@@ -101,6 +101,22 @@ def test_import_without_a_library_says_what_to_do(named, message, tmp_path):
     assert done.stderr.splitlines()[-1].startswith("ImportError: ") and message in done.stderr
 
 
+def test_first_result_comes_within_a_second_of_torch(tmp_path):
+    code = """
+import time, torch
+begin = time.process_time()  # what this machine's other users take does not count
+import fenwick_attention as fa
+q, v, g = torch.randn(1, 300, 1, 64), torch.randn(1, 300, 4, 32), -torch.rand(1, 300, 4)
+fa.log_linear_attention(q, q, v, g, torch.rand(1, 300, 4, fa.num_levels(300)))
+print(time.process_time() - begin)
+"""
+    library = os.environ.get("FENWICK_TORCH_LIBRARY")
+    variables = {"FENWICK_TORCH_LIBRARY": str(Path(library).resolve())} if library else {}
+    done = python(code, path=PACKAGE.parent, cwd=tmp_path, **variables)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) < 1
+
+
 def test_import_with_an_old_torch_says_what_to_do(tmp_path):
     code = "import torch; torch.__version__ = '2.9.1+cpu'; import fenwick_attention"
     done = python(code, path=PACKAGE.parent, cwd=tmp_path)

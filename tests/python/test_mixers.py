@@ -168,3 +168,8 @@ def test_bad_sizes_name_the_argument():
     with pytest.raises(ValueError, match="attention_mask"):
         layer = make("mamba2")
         layer(torch.randn(1, 4, 32).double(), attention_mask=torch.ones(1, 1, 4, 4))
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[1, 4\]"):
+        layer(torch.randn(1, 4, 32).double(), attention_mask=torch.ones(1, 3))
+    layer.layer_idx = None
+    with pytest.raises(ValueError, match="layer_idx"):
+        layer(torch.randn(1, 4, 32).double(), past_key_values=Cache(), use_cache=True)

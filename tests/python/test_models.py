@@ -1,11 +1,13 @@
 """Hugging Face models: golden logits, saving, generation, training."""
 
 import copy
+import json
 import pickle
 
 import pytest
 import torch
 from helpers import load_golden, relative_error
+from safetensors.torch import save_file
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,6 +44,24 @@ def test_golden_logits():
     model.load_state_dict(weights, strict=True)
     with torch.no_grad():
         logits = model(tensors["golden.input_ids"]).logits
+    assert relative_error(logits, tensors["golden.logits"]) <= 1e-5
+
+
+def test_a_folder_of_the_peers_loads(tmp_path):
+    """As flash-linear-attention 0.6.0 writes it."""
+    tensors, config = load_golden("log_linear_mamba2_model.safetensors")
+    unused = {
+        "attnres_block_size": None, "fuse_norm": True, "fuse_cross_entropy": True,
+        "fuse_linear_cross_entropy": False, "use_l2warp": False, "chunk_size": 64,
+        "dt_limit": [0.0, float("inf")], "architectures": ["LogLinearMamba2ForCausalLM"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**config, **unused}))
+    weights = {k: v for k, v in tensors.items() if not k.startswith("golden.")}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        logits = model.eval()(tensors["golden.input_ids"]).logits
     assert relative_error(logits, tensors["golden.logits"]) <= 1e-5
 
 
@@ -152,6 +172,12 @@ def test_configurations_refuse_what_is_not_implemented(kind, key, value):
         getattr(models, f"LogLinear{kind}Config")(**{key: value})
 
 
+def test_a_foreign_cache_is_refused():
+    model, ids = tiny("mamba2"), torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="past_key_values: expected a fenwick_attention.Cache"):
+        model(ids, past_key_values=transformers.DynamicCache())
+
+
 def test_padding_token_of_mamba2_is_trained_as_in_the_peers():
     model = tiny("mamba2")
     model(torch.zeros(1, 8, dtype=torch.int64)).logits.square().sum().backward()
@@ -177,7 +203,11 @@ def test_initialisation():
     assert torch.allclose(mixer.A_log.exp(), torch.arange(1.0, 9.0))
     dt = torch.nn.functional.softplus(mixer.dt_bias)
     assert (dt >= 0.9e-4).all() and (dt <= 0.11).all()
-    assert abs(model.backbone.embeddings.weight[1:].std() - 0.02) < 2e-3
+    assert abs(model.backbone.embeddings.weight.std() - 0.02) < 2e-3
+    config = model.config
+    config.conv_init = 0.5
+    weight = models.LogLinearMamba2Model(config).layers[1].mixer.conv1d.weight
+    assert 0.45 < weight.abs().max() <= 0.5
 
 
 @pytest.mark.parametrize("kind", KINDS)

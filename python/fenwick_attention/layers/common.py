@@ -38,18 +38,21 @@ class Packing:
     shape: tuple[int, int]
 
     @classmethod
-    def from_mask(cls, attention_mask: Tensor) -> Packing | None:
-        """``None`` where the mask ``[B, T]`` (1 = token, 0 = padding) hides nothing."""
-        if attention_mask.dim() != 2:
+    def from_mask(cls, attention_mask: Tensor, x: Tensor) -> Packing | None:
+        """``None`` where the mask (1 = token, 0 = padding) of the last ``T`` tokens hides nothing
+        of ``x`` ``[B, T, ...]``."""
+        batch, tokens = x.shape[:2]
+        shape = tuple(attention_mask.shape)
+        if len(shape) != 2 or shape[0] != batch or shape[1] < tokens:
             raise ValueError(
-                f"attention_mask: expected [batch, tokens], got {tuple(attention_mask.shape)}"
+                f"attention_mask: expected [{batch}, {tokens}], or more tokens when decoding, got "
+                f"{list(shape)}"
             )
-        mask = attention_mask.bool()
+        mask = attention_mask[:, shape[1] - tokens :].bool()
         lengths = mask.sum(dim=1).cpu()
         if bool((lengths == mask.shape[1]).all()):
             return None
         cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0))
-        batch, tokens = mask.shape
         return cls(mask.flatten().nonzero().squeeze(1), cu_seqlens, (batch, tokens))
 
     def pack(self, x: Tensor) -> Tensor:
@@ -164,19 +167,37 @@ class Mixer(Float32Parameters):
         """Mixes ``hidden_states`` ``[B, T, hidden_size]``, or packed ``[1, T, hidden_size]`` with
         ``cu_seqlens`` ``[N + 1]``.
 
-        A padded batch (``attention_mask`` ``[B, T]``, zeros anywhere) equals its rows alone;
-        positions of padding come out as zeros. ``past_key_values`` is a
-        :class:`fenwick_attention.Cache`; with ``use_cache`` it is read and updated.
+        Args:
+            hidden_states: any dtype that the parameters have; A_log, dt_bias, D and L are float32
+                whatever it is.
+            attention_mask: ``[B, T]`` (or more tokens, of which the last ``T`` count); 1 for a
+                token, 0 for padding, anywhere. A padded batch equals its rows alone; positions of
+                padding come out as zeros.
+            past_key_values: a :class:`fenwick_attention.Cache` to go on from; needs ``layer_idx``.
+            use_cache: update it. Without gradients, 1 to 64 tokens update it in place.
+            output_attentions: accepted and without effect.
+            cu_seqlens: offsets of packed sequences; on the CPU it costs no synchronisation.
 
-        Returns the output, ``None`` (no attention weights exist) and ``past_key_values``.
+        Returns:
+            The output ``[B, T, hidden_size]``, ``None`` (no attention weights exist) and
+            ``past_key_values``.
+
+        Raises:
+            ValueError: a mask of another shape; a cache and no ``layer_idx``.
         """
         _ops.load()
         packing = None
         if attention_mask is not None and cu_seqlens is None:
-            packing = Packing.from_mask(attention_mask[:, -hidden_states.shape[1] :])
+            packing = Packing.from_mask(attention_mask, hidden_states)
         if packing is not None:
             hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
-        last = past_key_values[self.layer_idx] if past_key_values is not None else None
+        last = None
+        if past_key_values is not None:
+            if self.layer_idx is None:
+                raise ValueError(
+                    "layer_idx: expected this layer's place in past_key_values, got None"
+                )
+            last = past_key_values[self.layer_idx]
         out, new = self._mix(hidden_states, last, bool(use_cache), cu_seqlens)
         if use_cache and past_key_values is not None:
             past_key_values[self.layer_idx] = new

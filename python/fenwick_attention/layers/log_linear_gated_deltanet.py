@@ -40,16 +40,32 @@ class LogLinearGatedDeltaNet(Mixer):
     """Gated DeltaNet whose state is a Fenwick tree: constructor and parameters as in
     ``fla.layers.GatedDeltaNet`` plus the authors' ``l_proj`` and ``L``.
 
+    ``q, k, v`` are projections that pass a causal depthwise convolution and SiLU each, ``q`` and
+    ``k`` L2-normalised; ``beta = sigmoid(b_proj x)``,
+    ``g = -exp(A_log) softplus(a_proj x + dt_bias)``, ``level_scales = softplus(L * l_proj x)``;
+    then the log-linear gated delta rule, an RMSNorm by head gated with ``silu(g_proj x)``, and
+    ``o_proj``.
+
     Args:
         hidden_size: width of the residual stream.
         expand_v: value size over key size.
         head_dim: ``K``; ``V = expand_v * head_dim``.
         num_heads: ``G``.
         num_v_heads: ``H``, a multiple of ``num_heads`` (which is the default).
+        mode: accepted and without effect.
         use_gate: gate the output norm with ``silu(g_proj x)``.
+        use_short_conv: without it ``q, k, v`` pass SiLU alone.
         allow_neg_eigval: doubles beta.
+        conv_size: width of the convolutions.
+        conv_bias: whether they have biases.
+        layer_idx: this layer's place in a :class:`fenwick_attention.Cache`.
+        norm_eps: of the RMSNorm.
         max_num_levels: ``L``; 15 covers 16,384 tokens.
         level_policy: what happens beyond that, see :func:`fenwick_attention.log_linear_attention`.
+        output_gate_activation: ``"swish"`` or ``"silu"``, the same.
+
+    Raises:
+        ValueError: sizes do not fit each other; the message names the argument.
     """
 
     float32_parameters = ("A_log", "dt_bias", "L")

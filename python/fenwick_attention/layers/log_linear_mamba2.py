@@ -52,14 +52,38 @@ class LogLinearMamba2(Mixer):
     """Mamba-2 whose state is a Fenwick tree: constructor and parameters as in
     ``fla.layers.LogLinearMamba2``, so that its checkpoints load by name.
 
+    ``z, xBC, dt, dl = in_proj(x)``; ``xBC`` passes a causal depthwise convolution and SiLU and
+    splits into ``x, B, C``; ``dt = softplus(dt + dt_bias)``, ``A = -exp(A_log)``,
+    ``level_scales = softplus(L * dl)``; then log-linear attention with ``q = C``, ``k = B``,
+    ``v = x dt``, ``g = A dt``, plus ``D x``, a gated RMSNorm and ``out_proj``.
+
     Args:
         num_heads: ``H``; ``H * head_dim`` must be ``expand * hidden_size``.
         head_dim: ``V``.
         hidden_size: width of the residual stream.
         state_size: ``K``.
-        n_groups: ``G``, heads of a group share B and C.
+        expand: inner width over ``hidden_size``.
+        n_groups: ``G``; heads of a group share B and C and are normalised together.
+        conv_kernel: width of the convolution.
+        conv_init: its weights start uniform in ``[-conv_init, conv_init]``; ``None``: torch's way.
+        use_conv_bias: whether the convolution has a bias.
+        hidden_act: ``"silu"`` or ``"swish"``, the same.
+        rmsnorm: gated RMSNorm before ``out_proj``; otherwise only the gate.
+        D_has_hdim: ``D`` has ``H * V`` entries instead of ``H``.
+        norm_before_gate: ``norm(y) * silu(z)`` instead of ``norm(y * silu(z))``.
+        chunk_size: accepted and without effect.
+        dt_limit: ``dt`` is clamped to this range.
+        dt_min: ``dt`` starts log-uniform in ``[dt_min, dt_max]``, at least ``dt_init_floor``.
+        dt_max: see ``dt_min``.
+        dt_init_floor: see ``dt_min``.
+        use_bias: whether ``in_proj`` and ``out_proj`` have biases.
+        norm_eps: of the RMSNorm.
+        layer_idx: this layer's place in a :class:`fenwick_attention.Cache`.
         max_num_levels: ``L``; 15 covers 16,384 tokens.
         level_policy: what happens beyond that, see :func:`fenwick_attention.log_linear_attention`.
+
+    Raises:
+        ValueError: sizes do not fit each other; the message names the argument.
     """
 
     float32_parameters = ("A_log", "D", "L", "dt_bias")

@@ -43,10 +43,20 @@ class _Config(PretrainedConfig):
 
 
 class LogLinearMamba2Config(_Config):
-    """Configuration of :class:`LogLinearMamba2ForCausalLM`.
+    """Configuration of :class:`LogLinearMamba2ForCausalLM`; flash-linear-attention's keys.
 
-    ``num_heads`` defaults to ``expand * hidden_size / head_dim``. ``max_num_levels`` is ``L`` and
-    ``level_policy`` says what happens past ``2 ** (L - 1)`` tokens (``"error"``/``"saturate"``).
+    Args:
+        num_heads: ``H``; by default ``expand * hidden_size / head_dim``.
+        rescale_prenorm_residual: ``out_proj`` and ``down_proj`` start smaller with depth (GPT-2).
+        max_num_levels: ``L``. flash-linear-attention has no such key and always 15.
+        level_policy: past ``2 ** (L - 1)`` tokens, ``"error"`` raises and ``"saturate"`` reads what
+            is older through the last level.
+
+    The other keys are :class:`fenwick_attention.LogLinearMamba2`'s and ``transformers``'. The MLP
+    has ``ceil(8/3 hidden_size / 256) * 256`` units, or ``intermediate_size``.
+
+    Raises:
+        ValueError: a key asks for something that is not implemented.
     """
 
     model_type = "log_linear_mamba2"
@@ -120,7 +130,21 @@ class LogLinearMamba2Config(_Config):
 
 
 class LogLinearGatedDeltaNetConfig(_Config):
-    """Configuration of :class:`LogLinearGatedDeltaNetForCausalLM`."""
+    """Configuration of :class:`LogLinearGatedDeltaNetForCausalLM`; flash-linear-attention's keys
+    for Gated DeltaNet and those of the levels.
+
+    Args:
+        hidden_ratio: the MLP has ``ceil(2/3 hidden_ratio hidden_size / 256) * 256`` units.
+        intermediate_size: units of the MLP, in place of ``hidden_ratio``.
+        max_num_levels: ``L``.
+        level_policy: past ``2 ** (L - 1)`` tokens, ``"error"`` raises and ``"saturate"`` reads what
+            is older through the last level.
+
+    The other keys are :class:`fenwick_attention.LogLinearGatedDeltaNet`'s and ``transformers``'.
+
+    Raises:
+        ValueError: a key asks for something that is not implemented.
+    """
 
     model_type = "log_linear_gated_deltanet"
 

@@ -121,6 +121,8 @@ class _PreTrainedModel(PreTrainedModel):
             init.copy_(module.A_log, torch.arange(1, module.num_heads + 1).float().log())
             init.ones_(module.L)
             init.ones_(module.D)
+            if config.conv_init is not None:
+                init.uniform_(module.conv1d.weight, -config.conv_init, config.conv_init)
         elif isinstance(module, LogLinearGatedDeltaNet):
             heads = module.num_v_heads
             init.copy_(module.dt_bias, inverse_softplus_uniform(heads))
@@ -176,11 +178,34 @@ class _Model(_PreTrainedModel):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """``input_ids`` ``[B, T]`` or ``inputs_embeds`` ``[B, T, hidden_size]``; padding anywhere
-        (``attention_mask``) or packed sequences (``cu_seqlens``, with ``B = 1``)."""
+        """Hidden states of all tokens.
+
+        Args:
+            input_ids: ``[B, T]``.
+            attention_mask: ``[B, T]``, 1 for a token and 0 for padding, which may stand anywhere;
+                when decoding, also of the tokens so far, as ``generate`` passes it.
+            inputs_embeds: ``[B, T, hidden_size]``, in place of ``input_ids``.
+            past_key_values: what an earlier call returned, to go on from there.
+            use_cache: return a cache; the configuration's ``use_cache`` unless training.
+            output_hidden_states: also the input of every block.
+            cu_seqlens: ``[N + 1]`` offsets of packed sequences (``B = 1``); keep it on the CPU.
+            cache: another name for ``past_key_values``.
+
+        Returns:
+            ``last_hidden_state`` ``[B, T, hidden_size]``, ``past_key_values`` and, if asked for,
+            ``hidden_states``.
+
+        Raises:
+            ValueError: both or none of ``input_ids`` and ``inputs_embeds``; a mask of another
+                shape; another class of cache.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
         past = past_key_values if past_key_values is not None else cache
+        if past is not None and not isinstance(past, Cache):
+            raise ValueError(
+                f"past_key_values: expected a fenwick_attention.Cache, got {type(past).__name__}"
+            )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if self.gradient_checkpointing and self.training:
@@ -190,7 +215,7 @@ class _Model(_PreTrainedModel):
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         packing = None
         if attention_mask is not None and cu_seqlens is None:
-            packing = Packing.from_mask(attention_mask[:, -x.shape[1] :])
+            packing = Packing.from_mask(attention_mask, x)
         if packing is not None:
             x, cu_seqlens = packing.pack(x), packing.cu_seqlens
 
@@ -251,8 +276,18 @@ class _ForCausalLM(_PreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits ``[B, T, vocab_size]`` and, with ``labels`` ``[B, T]``, the mean loss of the
-        next tokens (labels are shifted here; -100 is ignored)."""
+        """Logits and, with labels, the loss.
+
+        Args:
+            labels: ``[B, T]``, the same tokens: they are shifted here; -100 is ignored.
+            logits_to_keep: only the last so many tokens' logits (0: all), or indices.
+
+        The other arguments are the base model's.
+
+        Returns:
+            ``logits`` ``[B, T, vocab_size]``, ``loss``, ``past_key_values`` and, if asked for,
+            ``hidden_states``.
+        """
         out = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
