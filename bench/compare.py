@@ -294,7 +294,12 @@ HEADER = (
 )
 
 
-def compare(tokens: Sequence[int], names: Sequence[str], extras: bool) -> dict[str, object]:
+def compare(
+    tokens: Sequence[int],
+    names: Sequence[str],
+    extras: bool,
+    save: Callable[[dict[str, object]], None],
+) -> None:
     load_operators()
     torch.manual_seed(0)
     clock = Clock()
@@ -327,9 +332,22 @@ def compare(tokens: Sequence[int], names: Sequence[str], extras: bool) -> dict[s
         f"{context['first_call_fresh_process_s']:.2f} s"
     )
     lengths: list[dict[str, object]] = []
+    others: dict[str, object] = {}
+    results = {
+        "context": context,
+        "shapes": {"mamba2": vars(MAMBA2), "delta": vars(DELTA), "softmax": vars(SOFTMAX)},
+        "lengths": lengths,
+        "others": others,
+    }
+    if extras:
+        print(f"other calls of ours\n{HEADER}")
+        for name, make in extra_cases().items():
+            others[name] = attempt(clock, make, rates["copy_bytes_per_s"])
+            print(line(name, others[name]), flush=True)
     for t in tokens:
         print(f"T = {t:,}\n{HEADER}")
         row: dict[str, object] = {"tokens": t, "contenders": {}}
+        lengths.append(row)
         for name in names:
             label, make, longest = CONTENDERS[name]
             if t > longest:
@@ -338,19 +356,7 @@ def compare(tokens: Sequence[int], names: Sequence[str], extras: bool) -> dict[s
             row["contenders"][name] = result
             ours = "fenwick_delta" if name.endswith("delta") else "fenwick"
             print(line(label, result, row["contenders"].get(ours)), flush=True)
-        lengths.append(row)
-    others = {}
-    if extras:
-        print(f"other calls of ours\n{HEADER}")
-        for name, make in extra_cases().items():
-            others[name] = attempt(clock, make, rates["copy_bytes_per_s"])
-            print(line(name, others[name]), flush=True)
-    return {
-        "context": context,
-        "shapes": {"mamba2": vars(MAMBA2), "delta": vars(DELTA), "softmax": vars(SOFTMAX)},
-        "lengths": lengths,
-        "others": others,
-    }
+            save(results)
 
 
 def plot(results: dict, path: Path) -> None:
@@ -418,11 +424,15 @@ def main() -> None:
     if args.first_call:
         print(first_call())
         return
-    results = compare(args.tokens, args.contenders, not args.no_extras)
-    if args.out:
+
+    def save(results: dict[str, object]) -> None:
+        if not args.out:
+            return
         unfinished = args.out.with_suffix(".partial")
         unfinished.write_text(json.dumps(results, indent=1) + "\n")
         unfinished.replace(args.out)
+
+    compare(args.tokens, args.contenders, not args.no_extras, save)
 
 
 if __name__ == "__main__":

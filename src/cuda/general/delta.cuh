@@ -214,12 +214,14 @@ struct RowFactors {
 
   // Ends synchronised.
   __device__ void Load(const Problem& problem, const ChunkAt& chunk, int head) {
+    if (threadIdx.x < kChunk) {
+      beta[threadIdx.x] =
+          LoadToken<T>(problem.beta, chunk.span, chunk.first_row() + threadIdx.x, head);
+    }
     LoadGates(sums, problem.g, chunk, head);
     if (threadIdx.x < kChunk) {
       from_start[threadIdx.x] = Exp<T>(sums[threadIdx.x]);
       to_end[threadIdx.x] = Decay<T>(sums, kChunk - 1, threadIdx.x);
-      beta[threadIdx.x] =
-          LoadToken<T>(problem.beta, chunk.span, chunk.first_row() + threadIdx.x, head);
     }
     __syncthreads();
   }

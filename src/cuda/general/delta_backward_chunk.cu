@@ -32,7 +32,6 @@ __global__ void __launch_bounds__(kThreads)
   const Span& span = chunk.span;
   const int h = problem.Head(head);
   const std::int64_t item = ItemOf(problem, index.rest, head);
-  const T* mix = states.mix + item * kChunk * kChunk;
   T* d_mix = gradients.d_mix + item * kChunk * kChunk;
   for (int i = row; i < kChunk * kMaxLevels; i += kThreads) (&shared.d_levels[0][0])[i] = 0;
   shared.levels.Load(problem, chunk, h);
@@ -42,9 +41,11 @@ __global__ void __launch_bounds__(kThreads)
   typename Math::Tile tile;
   Clear(tile);
   Product<Math>(tile, shared.tiles, problem.V, Left(d_output), RightT(v));
-  ForEach<Math>(tile, [&](int t, int s, T dot) {
-    d_mix[t * kChunk + s] = s <= t ? dot * shared.levels.At(t, s) : T(0);
-    shared.pairs(t, s) = s <= t ? dot * mix[t * kChunk + s] : T(0);
+  const MatrixSource<T> mix{states.mix + item * kChunk * kChunk, kChunk, kChunk};
+  ForEachEntry<Math>(mix, [&](int i, T value) {
+    const int t = Math::Row(i), s = Math::Column(i);
+    d_mix[t * kChunk + s] = s <= t ? tile.x[i] * shared.levels.At(t, s) : T(0);
+    shared.pairs(t, s) = s <= t ? tile.x[i] * value : T(0);
   });
   __syncthreads();
   if (row < kChunk) {
@@ -66,11 +67,8 @@ __global__ void __launch_bounds__(kThreads)
               0, v0};
           Clear(tile);
           Product<Math>(tile, shared.tiles, problem.K, Left(query), Right(state));
-          AddRowSums<Math>(tile, shared.dots, [&](int t, int j, T value) {
-            return v0 + j < problem.V
-                       ? value * LoadToken<T>(d_o, span, chunk.first_row() + t, h, v0 + j)
-                       : T(0);
-          });
+          AddRowDots<Math>(tile, TokenSource<T>{&d_o, &span, chunk.first_row(), h, v0},
+                           shared.dots);
         }
         __syncthreads();
         if (row < kChunk) shared.d_levels[row][NodeLevel(problem, bit)] += shared.dots[row];
@@ -168,9 +166,8 @@ __global__ void __launch_bounds__(kThreads)
 
   const auto square = [&](T* data) { return data + item * kChunk * kChunk; };
   T *d_mix = square(gradients.d_mix), *scratch = square(gradients.d_solve);
-  const T *scores = square(states.scores), *inverse = square(states.inverse);
-  const MatrixSource<T> scores_source{scores, kChunk, kChunk};
-  const MatrixSource<T> inverse_source{inverse, kChunk, kChunk};
+  const MatrixSource<T> scores{square(states.scores), kChunk, kChunk};
+  const MatrixSource<T> inverse{square(states.inverse), kChunk, kChunk};
   const MatrixSource<T> inverse_beta{square(states.inverse_beta), kChunk, kChunk};
   const MatrixSource<T> d_mix_source{d_mix, kChunk, kChunk},
       scratch_source{scratch, kChunk, kChunk};
@@ -186,13 +183,14 @@ __global__ void __launch_bounds__(kThreads)
   // dTb, and its part of d_beta: column sums of Ti dTb.
   typename Math::Tile tile;
   Clear(tile);
-  Product<Math>(tile, shared.tiles, kChunk, LeftT(scores_source), Right(d_mix_source));
+  Product<Math>(tile, shared.tiles, kChunk, LeftT(scores), Right(d_mix_source));
   Product<Math>(tile, shared.tiles, problem.K, Left(dw), RightT(k_from_start));
   Product<Math>(tile, shared.tiles, problem.V, Left(du), RightT(v));
-  ForEach<Math>(tile, [&](int t, int s, T value) {
-    value = s <= t ? value : T(0);
+  ForEachEntry<Math>(inverse, [&](int i, T entry) {
+    const int t = Math::Row(i), s = Math::Column(i);
+    const T value = s <= t ? tile.x[i] : T(0);
     scratch[t * kChunk + s] = value;
-    shared.pairs(t, s) = value * inverse[t * kChunk + s];
+    shared.pairs(t, s) = value * entry;
   });
   __syncthreads();
   if (row < kChunk) {
@@ -206,9 +204,10 @@ __global__ void __launch_bounds__(kThreads)
   Negate<Math>(d_scores);
   Product<Math>(d_scores, shared.tiles, kChunk, Left(d_mix_source), RightT(inverse_beta));
   __syncthreads();
-  ForEach<Math>(d_scores, [&](int t, int s, T value) {
-    value = s <= t ? value : T(0);
-    shared.pairs(t, s) = value * scores[t * kChunk + s];
+  ForEachEntry<Math>(scores, [&](int i, T entry) {
+    const int t = Math::Row(i), s = Math::Column(i);
+    const T value = s <= t ? d_scores.x[i] : T(0);
+    shared.pairs(t, s) = value * entry;
     d_mix[t * kChunk + s] = s <= t ? value * scale * Decay<T>(sums, t, s) : T(0);
   });
 
@@ -218,7 +217,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   StoreTile<Math>(tile, scratch, 0, kChunk, 0, kChunk);
   Clear(tile);
-  Product<Math>(tile, shared.tiles, kChunk, LeftT(inverse_source), Right(scratch_source));
+  Product<Math>(tile, shared.tiles, kChunk, LeftT(inverse), Right(scratch_source));
   typename Math::Tile dots;
   Clear(dots);
   Product<Math>(dots, shared.tiles, problem.K, Left(k), RightT(k));
@@ -232,7 +231,7 @@ __global__ void __launch_bounds__(kThreads)
     shared.pairs(t, s) += d_lower * shared.rows.beta[t] * product;
     dots.x[i] = d_lower * product;
   }
-  AddRowSums<Math>(dots, shared.d_beta, [](int, int, T value) { return value; });
+  AddRowSums<Math>(dots, shared.d_beta);
   __syncthreads();
 
   // F + F^T, each element and its mirror by one thread.
@@ -289,24 +288,19 @@ __global__ void __launch_bounds__(kThreads)
   const int h = problem.Head(head);
   shared.levels.Load(problem, chunk, h);
   __syncthreads();
-  const T* mix = states.mix + item * kChunk * kChunk;
-  for (int i = threadIdx.x; i < kChunk * kChunk; i += kThreads) {
-    const int t = i / kChunk, s = i % kChunk;
-    shared.weights(t, s) = s <= t ? mix[i] * shared.levels.At(t, s) : T(0);
-  }
+  typename Math::Tile tile;
+  LoadEntries<Math>(tile, MatrixSource<T>{states.mix + item * kChunk * kChunk, kChunk, kChunk});
+  ForEach<Math>(tile, [&](int t, int s, T mix) {
+    shared.weights(t, s) = s <= t ? mix * shared.levels.At(t, s) : T(0);
+  });
   const TokenSource<T> d_output{&d_o, &chunk.span, chunk.first_row(), h, v0};
   const MatrixSource<T> inverse_beta{states.inverse_beta + item * kChunk * kChunk, kChunk, kChunk};
   const MatrixSource<T> du{gradients.du + item * kChunk * problem.V, kChunk, problem.V, 0, v0};
-  typename Math::Tile tile;
   Clear(tile);
   Product<Math>(tile, shared.tiles, kChunk, LeftT(SharedSource<T>{&shared.weights}),
                 Right(d_output));
   Product<Math>(tile, shared.tiles, kChunk, LeftT(inverse_beta), Right(du));
-  ForEach<Math>(tile, [&](int s, int j, T value) {
-    if (v0 + j < problem.V) {
-      StoreGradient(dv, chunk.span, chunk.first_row() + s, h, v0 + j, value);
-    }
-  });
+  StoreGradients<Math>(tile, dv, chunk.span, chunk.first_row(), h, v0, problem.V);
 }
 
 template <typename T>
@@ -335,7 +329,7 @@ __global__ void __launch_bounds__(kThreads)
   if (!chunk.exists()) return;
   const Span& span = chunk.span;
   const T scale = static_cast<T>(problem.scale);
-  const int global_group = problem.group_begin + group, columns = problem.K - k0;
+  const int global_group = problem.group_begin + group;
   const TokenSource<T> q{&problem.q, &span, chunk.first_row(), global_group, k0};
   const TokenSource<T> k{&problem.k, &span, chunk.first_row(), global_group, k0};
   const bool carries = chunk.absolute() < span.last_chunk();
@@ -362,28 +356,19 @@ __global__ void __launch_bounds__(kThreads)
     Product<Math>(dk_tile, shared.tiles, kChunk, Left(d_dots), Right(k));
 
     // Rows that use exp(a): Q~ and W.
-    const T* d_query = gradients.Query(problem, item, 0);
+    LoadEntries<Math>(tile,
+                      MatrixSource<T>{gradients.Query(problem, item, 0), kChunk, problem.K, 0, k0});
 #pragma unroll
     for (int e = 0; e < 32; ++e) {
-      const int t = Math::Row(e), j = Math::Column(e);
-      tile.x[e] =
-          j < columns ? scale * shared.rows.from_start[t] * d_query[t * problem.K + k0 + j] : T(0);
+      tile.x[e] *= scale * shared.rows.from_start[Math::Row(e)];
       dq_tile.x[e] += tile.x[e];
     }
-    AddRowSums<Math>(tile, shared.start_flow, [&](int t, int j, T value) {
-      return j < columns ? value * LoadToken<T>(problem.q, span, chunk.first_row() + t,
-                                                global_group, k0 + j)
-                         : T(0);
-    });
+    AddRowDots<Math>(tile, q, shared.start_flow);
     const auto add_key = [&](T* flow, const T* factor) {
       ForEach<Math>(tile, [&](int s, int, T& value) { value *= factor[s]; });
 #pragma unroll
       for (int e = 0; e < 32; ++e) dk_tile.x[e] += tile.x[e];
-      AddRowSums<Math>(tile, flow, [&](int s, int j, T value) {
-        return j < columns ? value * LoadToken<T>(problem.k, span, chunk.first_row() + s,
-                                                  global_group, k0 + j)
-                           : T(0);
-      });
+      AddRowDots<Math>(tile, k, flow);
     };
     Clear(tile);
     Product<Math>(tile, shared.tiles, kChunk, LeftT(inverse_beta), Right(dw));
@@ -408,12 +393,8 @@ __global__ void __launch_bounds__(kThreads)
       gradients.end_flow[at] = shared.end_flow[threadIdx.x];
     }
   }
-  ForEach<Math>(dq_tile, [&](int t, int j, T value) {
-    if (j < columns) StoreGradient(dq, span, chunk.first_row() + t, global_group, k0 + j, value);
-  });
-  ForEach<Math>(dk_tile, [&](int s, int j, T value) {
-    if (j < columns) StoreGradient(dk, span, chunk.first_row() + s, global_group, k0 + j, value);
-  });
+  StoreGradients<Math>(dq_tile, dq, span, chunk.first_row(), global_group, k0, problem.K);
+  StoreGradients<Math>(dk_tile, dk, span, chunk.first_row(), global_group, k0, problem.K);
 }
 
 // dg, dbeta; block of 64 threads = (chunk, head).

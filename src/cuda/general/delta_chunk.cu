@@ -125,12 +125,12 @@ __global__ void __launch_bounds__(kThreads)
   typename Math::Tile tile;
   Clear(tile);
   Product<Math>(tile, shared.tiles, kChunk, Left(scores), Right(w));
-  T* q_tilde = buffers.q_tilde + item * kChunk * problem.K;
-  ForEachInside<Math>(tile, 0, kChunk, k0, problem.K, [&](int t, int k, T value) {
-    const T q = LoadToken<T>(problem.q, chunk.span, chunk.first_row() + t, problem.Group(head), k);
-    q_tilde[t * problem.K + k] =
-        static_cast<T>(problem.scale) * shared.rows.from_start[t] * q - value;
+  const TokenSource<T> q{&problem.q, &chunk.span, chunk.first_row(), problem.Group(head), k0};
+  ForEachEntry<Math>(q, [&](int i, T x) {
+    const T factor = static_cast<T>(problem.scale) * shared.rows.from_start[Math::Row(i)];
+    tile.x[i] = factor * x - tile.x[i];
   });
+  StoreTile<Math>(tile, buffers.q_tilde + item * kChunk * problem.K, 0, kChunk, k0, problem.K);
 }
 
 // M and X; block = (chunk, head, 64 rows, 64 columns of K, then of V).

@@ -34,28 +34,28 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t item = ItemOf(problem, index.rest, head);
   shared.levels.Load(problem, chunk, h);
   __syncthreads();
-  const T* mix = buffers.mix + item * kChunk * kChunk;
-  for (int i = threadIdx.x; i < kChunk * kChunk; i += kThreads) {
-    const int t = i / kChunk, s = i % kChunk;
-    shared.weights(t, s) = s <= t ? mix[i] * shared.levels.At(t, s) : T(0);
-  }
-  const TokenSource<T> v{&problem.v, &span, chunk.first_row(), h, v0};
   typename Math::Tile tile;
+  LoadEntries<Math>(tile, MatrixSource<T>{buffers.mix + item * kChunk * kChunk, kChunk, kChunk});
+  ForEach<Math>(tile, [&](int t, int s, T mix) {
+    shared.weights(t, s) = s <= t ? mix * shared.levels.At(t, s) : T(0);
+  });
+  const TokenSource<T> v{&problem.v, &span, chunk.first_row(), h, v0};
   Clear(tile);
   Product<Math>(tile, shared.tiles, kChunk, Left(SharedSource<T>{&shared.weights}), Right(v));
   ForEachDeltaRead(
       problem, span, chunk.absolute(), head,
       [&](int bit, std::int64_t, const NodeAt& node, int order) {
+        __syncthreads();
         if (threadIdx.x < kChunk) {
           shared.row_scale[threadIdx.x] =
               LoadToken<T>(problem.level_scales, span, chunk.first_row() + threadIdx.x, h,
                            NodeLevel(problem, bit));
         }
-        const MatrixSource<T> query{
-            buffers.Query(problem, item, order), kChunk, problem.K, 0, 0, shared.row_scale};
+        const MatrixSource<T> query{buffers.Query(problem, item, order), kChunk, problem.K};
         const MatrixSource<T> state{FindState(problem, node, static_cast<const T*>(buffers.states)),
                                     problem.K, problem.V, 0, v0};
-        Product<Math>(tile, shared.tiles, problem.K, Left(query), Right(state));
+        ScaledProduct<Math>(tile, shared.tiles, problem.K, shared.row_scale, Left(query),
+                            Right(state));
       });
   ForEach<Math>(tile, [&](int t, int j, T value) {
     if (t < chunk.first_query() || t >= chunk.rows() || v0 + j >= problem.V) return;

@@ -165,13 +165,14 @@ __device__ inline void StoreGradient(const TokenGradients& gradients, const Span
   StoreElement(row.rows->data, row.rows->dtype, row.offset + column, value);
 }
 
-// Takes a flat index apart, fastest axis first.
+// Takes a flat index below 2^32 apart, fastest axis first; by divisions of 32 bits, which cost a
+// fifth of those of 64.
 struct FlatIndex {
   std::int64_t rest;
   __device__ int Take(int size) {
-    const int index = static_cast<int>(rest % size);
-    rest /= size;
-    return index;
+    const auto flat = static_cast<unsigned>(rest), divisor = static_cast<unsigned>(size);
+    rest = flat / divisor;
+    return static_cast<int>(flat % divisor);
   }
 };
 

@@ -90,11 +90,8 @@ __global__ void __launch_bounds__(kThreads)
                       problem.V, 0, v0};
                   Clear(tile);
                   Product<Math>(tile, shared.tiles, problem.K, Left(q), Right(state));
-                  AddRowSums<Math>(tile, shared.dots, [&](int t, int j, T value) {
-                    return v0 + j < problem.V
-                               ? value * LoadToken<T>(d_o, span, chunk.first_row() + t, h, v0 + j)
-                               : T(0);
-                  });
+                  AddRowDots<Math>(tile, TokenSource<T>{&d_o, &span, chunk.first_row(), h, v0},
+                                   shared.dots);
                 }
                 __syncthreads();
                 const int level = NodeLevel(problem, bit);
@@ -185,20 +182,13 @@ __global__ void __launch_bounds__(kThreads)
       const MatrixSource<T> d_state{gradients.grads + item * problem.state_size(), problem.K,
                                     problem.V, 0, v0};
       Product<Math>(tile, shared.tiles, problem.K, Left(k_to_end), Right(d_state));
-      AddRowSums<Math>(tile, shared.write_flow, [&](int s, int j, T value) {
-        return v0 + j < problem.V
-                   ? value * LoadToken<T>(problem.v, span, chunk.first_row() + s, h, v0 + j)
-                   : T(0);
-      });
+      AddRowDots<Math>(tile, TokenSource<T>{&problem.v, &span, chunk.first_row(), h, v0},
+                       shared.write_flow);
     }
     const TokenSource<T> d_output{&d_o, &span, chunk.first_row(), h, v0};
     Product<Math>(tile, shared.tiles, kChunk, LeftT(SharedSource<T>{&shared.pairs}),
                   Right(d_output));
-    ForEach<Math>(tile, [&](int s, int j, T value) {
-      if (v0 + j < problem.V) {
-        StoreGradient(dv, span, chunk.first_row() + s, h, v0 + j, value);
-      }
-    });
+    StoreGradients<Math>(tile, dv, span, chunk.first_row(), h, v0, problem.V);
   }
   __syncthreads();
   if (threadIdx.x < kChunk) {
@@ -268,13 +258,8 @@ __global__ void __launch_bounds__(kThreads)
         problem.V, k0};
     Product<Math>(dk_tile, shared.tiles, problem.V, Left(v), RightT(d_state));
   }
-  const int columns = problem.K - k0;
-  ForEach<Math>(dq_tile, [&](int t, int j, T value) {
-    if (j < columns) StoreGradient(dq, span, chunk.first_row() + t, global_group, k0 + j, value);
-  });
-  ForEach<Math>(dk_tile, [&](int s, int j, T value) {
-    if (j < columns) StoreGradient(dk, span, chunk.first_row() + s, global_group, k0 + j, value);
-  });
+  StoreGradients<Math>(dq_tile, dq, span, chunk.first_row(), global_group, k0, problem.K);
+  StoreGradients<Math>(dk_tile, dk, span, chunk.first_row(), global_group, k0, problem.K);
 }
 
 // Flow from left node (bit, ...) of chunk `chunk` to readers after the chunk, this thread's part.
