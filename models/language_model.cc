@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <string>
+#include <utility>
 
 #include "fenwick/error.h"
 #include "fenwick/state.h"

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "fenwick/error.h"
 

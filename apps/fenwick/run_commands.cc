@@ -3,9 +3,11 @@
 #include <torch/version.h>
 
 #include <cstdio>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <thread>
+#include <utility>
 
 #include "apps/fenwick/commands.h"
 #include "apps/fenwick/report.h"

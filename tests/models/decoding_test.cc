@@ -1,5 +1,7 @@
 // Prefill and steps against the parallel form, and what can be done with a state in between.
+#include <iostream>
 #include <map>
+#include <utility>
 
 #include "fenwick/error.h"
 #include "fenwick/state.h"

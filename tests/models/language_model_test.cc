@@ -1,6 +1,7 @@
 // Every kind of model: forms that must agree, causality, gradients, names, types.
 #include "models/language_model.h"
 
+#include <cmath>
 #include <set>
 
 #include "fenwick/error.h"

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <iostream>
 #include <random>
 #include <string>
 #include <vector>

@@ -1,4 +1,5 @@
 // The identities of SPEC.md, each computed here in a way of its own or by comparing two calls.
+#include <cmath>
 #include <numeric>
 
 #include "property/property.h"

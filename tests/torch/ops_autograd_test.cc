@@ -3,12 +3,16 @@
 #include "torch/ops_autograd.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cstdint>
 #include <iostream>
+#include <optional>
 #include <random>
+#include <utility>
+#include <vector>
 
 #include "fenwick/fenwick.h"
 

@@ -7,6 +7,7 @@
 // Which thread does what, and which wave a segment is in, changes no bit of the result.
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "core/thread_pool.h"

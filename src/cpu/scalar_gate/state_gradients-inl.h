@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #if defined(FENWICK_CPU_SCALAR_GATE_STATE_GRADIENTS_INL_H_) == defined(HWY_TARGET_TOGGLE)
