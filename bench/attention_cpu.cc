@@ -1,6 +1,6 @@
 // Both operators on the CPU at B=1, H=8, G=1, K=128, V=64, float32: forward and backward over T,
-// and the step over the position. Each run times, back to back and several times, a large product
-// on the same threads and the operator; reported are medians of
+// and the step over the position (see Step below). Each run of the first two times, back to back
+// and several times, a large product on the same threads and the operator; reported are medians of
 //   op_ms        time of a call
 //   floor_ms     its own multiply-adds (Flops below) at the product's rate measured beside it
 //   of_sgemm     floor / time, the median over pairs: robust against other load on the machine
@@ -17,6 +17,7 @@
 #include <ctime>
 #include <fstream>
 #include <functional>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -181,8 +182,81 @@ void Backward(benchmark::State& state, Transition transition) {
   });
 }
 
-// One token for one sequence, the 64 positions from the given one on in turn; beside it the naive
-// recurrence, which decays and reads every live level's state.
+// SPEC.md's recurrent form as one would write it, float32: before a token the lower levels merge,
+// then every live level's state [K, V] is transformed, and read. One thread, plain C++.
+class NaiveRecurrence {
+ public:
+  NaiveRecurrence(Transition transition, int levels)
+      : delta_(transition == Transition::kGatedDelta),
+        levels_(levels),
+        states_(kHeads * levels * kSize, 1.0f) {}
+
+  // Token `t` of a problem of one token.
+  void Step(Problem& token, std::int64_t t) {
+    for (std::int64_t h = 0; h < kHeads; ++h) {
+      float* states = states_.data() + h * levels_ * kSize;
+      if (t > 0) Merge(states, std::countr_zero(static_cast<std::uint64_t>(t)));
+      const float alpha = std::exp(token.g[h]), beta = delta_ ? token.beta[h] : 1;
+      const float* k = token.k.data();
+      const float* v = token.v.data() + h * kValues;
+      float* out = token.o.data() + h * kValues;
+      std::fill_n(out, kValues, 0.0f);
+      for (std::int64_t i = 0; i < kKeys; ++i) {
+        for (std::int64_t j = 0; j < kValues; ++j) states[i * kValues + j] = beta * k[i] * v[j];
+      }
+      for (int level = 0; level < levels_; ++level) {
+        if (level > 0 && (t >> (level - 1) & 1) == 0) continue;
+        float* state = states + level * kSize;
+        if (level > 0) Transform(k, alpha, beta, state);
+        const float lambda = token.lambda[h * levels_ + level];
+        for (std::int64_t i = 0; i < kKeys; ++i) {
+          const float weight = lambda * token.q[i];
+          for (std::int64_t j = 0; j < kValues; ++j) out[j] += weight * state[i * kValues + j];
+        }
+      }
+    }
+    benchmark::DoNotOptimize(token.o.data());
+  }
+
+ private:
+  static constexpr std::int64_t kSize = kKeys * kValues;
+
+  // S[z + 1] = S[0] + ... + S[z].
+  static void Merge(float* states, int z) {
+    float* into = states + (z + 1) * kSize;
+    std::copy_n(states, kSize, into);
+    for (int level = 1; level <= z; ++level) {
+      for (std::int64_t i = 0; i < kSize; ++i) into[i] += states[level * kSize + i];
+    }
+  }
+
+  // S = alpha (I - beta k k^T) S, without the delta rule alpha S.
+  void Transform(const float* k, float alpha, float beta, float* state) const {
+    float erased[kValues] = {};
+    for (std::int64_t i = 0; delta_ && i < kKeys; ++i) {
+      const float weight = beta * k[i];
+      for (std::int64_t j = 0; j < kValues; ++j) erased[j] += weight * state[i * kValues + j];
+    }
+    for (std::int64_t i = 0; i < kKeys; ++i) {
+      float* row = state + i * kValues;
+      if (delta_) {
+        for (std::int64_t j = 0; j < kValues; ++j) row[j] -= k[i] * erased[j];
+      }
+      for (std::int64_t j = 0; j < kValues; ++j) row[j] *= alpha;
+    }
+  }
+
+  const bool delta_;
+  const int levels_;
+  std::vector<float> states_;  // [H, levels, K, V]
+};
+
+// Decoding token by token through the chunk that begins at a position, one sequence, one thread,
+// beside the naive recurrence over the same positions. Processor time; reported from the medians
+// by position are
+//   step_us, naive_us    mean over the chunk
+//   median_us, naive_median_us
+//   fold_us              the dearest position: a step that folds a chunk into the nodes
 void Step(benchmark::State& state, Transition transition) {
   const std::int64_t position = state.range(0);
   StateSpec spec{.transition = transition,
@@ -191,56 +265,48 @@ void Step(benchmark::State& state, Transition transition) {
                  .heads = kHeads,
                  .key_size = kKeys,
                  .value_size = kValues};
-  HostState host(spec);
-  const int levels = NumLevels(position + 2 * kStateChunk);
+  HostState start(spec);
+  const int levels = NumLevels(position + kStateChunk);
   {
     Problem prefill(1, position, transition, levels);
-    host.Reserve(position + 2 * kStateChunk);
-    fenwick::Forward(prefill.inputs, prefill.Output(), host.View(), Context());
+    start.Reserve(position + kStateChunk);
+    fenwick::Forward(prefill.inputs, prefill.Output(), start.View(), Context());
   }
-  Problem problem(1, 1, transition, levels);
-  const Context context{.num_threads = kThreads};
-  std::vector<float> states(kHeads * levels * kKeys * kValues, 1.0f);
-  std::vector<double> times, naive;
-  std::int64_t steps = 0;
-  HostState start = host.Select(std::vector<std::int64_t>{0});
+  Problem token(1, 1, transition, levels);
+  const Context context{.num_threads = 1};
+  NaiveRecurrence recurrence(transition, levels);
+  std::vector<double> times[kStateChunk], naive_times[kStateChunk];
   for (auto _ : state) {
-    const std::int64_t t = position + steps % kStateChunk;
-    const int nodes = NumLiveLevels(static_cast<std::uint64_t>(t));
-    if (steps++ % kStateChunk == 0) host = start.Select(std::vector<std::int64_t>{0});
-    host.Reserve(kStateChunk);
-    problem.inputs.initial_state = host.View();
-    const double seconds =
-        Seconds([&] { fenwick::Step(problem.inputs, problem.Output(), context); });
+    HostState host = start.Select(std::vector<std::int64_t>{0});
+    double seconds = 0;
+    for (int i = 0; i < kStateChunk; ++i) {
+      token.inputs.initial_state = host.View();
+      const double begin = CpuSeconds();
+      fenwick::Step(token.inputs, token.Output(), context);
+      times[i].push_back(CpuSeconds() - begin);
+      seconds += times[i].back();
+    }
+    for (int i = 0; i < kStateChunk; ++i) {
+      const double begin = CpuSeconds();
+      recurrence.Step(token, position + i);
+      naive_times[i].push_back(CpuSeconds() - begin);
+    }
     state.SetIterationTime(seconds);
-    times.push_back(seconds);
-    naive.push_back(Seconds([&] {
-      for (std::int64_t h = 0; h < kHeads; ++h) {
-        float* out = problem.o.data() + h * kValues;
-        std::fill_n(out, kValues, 0.0f);
-        for (int s = 0; s < nodes; ++s) {
-          float* m = states.data() + (h * levels + s) * kKeys * kValues;
-          float erased[kValues] = {};
-          if (transition == Transition::kGatedDelta) {
-            for (std::int64_t i = 0; i < kKeys; ++i) {
-              const float weight = -0.5f * problem.k[i];
-              for (std::int64_t j = 0; j < kValues; ++j) erased[j] += weight * m[i * kValues + j];
-            }
-          }
-          for (std::int64_t i = 0; i < kKeys; ++i) {
-            const float weight = problem.q[i], key = problem.k[i];
-            for (std::int64_t j = 0; j < kValues; ++j) {
-              m[i * kValues + j] = 0.999f * m[i * kValues + j] + key * erased[j];
-              out[j] += weight * m[i * kValues + j];
-            }
-          }
-        }
-      }
-      benchmark::DoNotOptimize(problem.o.data());
-    }));
   }
-  state.counters["step_us"] = Median(times) * 1e6;
-  state.counters["naive_us"] = Median(naive) * 1e6;
+  const auto medians = [](const std::vector<double>(&samples)[kStateChunk]) {
+    std::vector<double> result;
+    for (const std::vector<double>& x : samples) result.push_back(Median(x) * 1e6);
+    return result;
+  };
+  const std::vector<double> step = medians(times), naive = medians(naive_times);
+  const auto mean = [](const std::vector<double>& x) {
+    return std::accumulate(x.begin(), x.end(), 0.0) / static_cast<double>(x.size());
+  };
+  state.counters["step_us"] = mean(step);
+  state.counters["naive_us"] = mean(naive);
+  state.counters["median_us"] = Median(step);
+  state.counters["naive_median_us"] = Median(naive);
+  state.counters["fold_us"] = *std::max_element(step.begin(), step.end());
   state.counters["state_kb"] = static_cast<double>(start.bytes()) / 1024;
 }
 
@@ -276,15 +342,16 @@ void Register() {
     if (t <= longest_backward) add("gated_delta/forward", Forward, Transition::kGatedDelta, t);
     if (t <= longest_backward) add("gated_delta/backward", Backward, Transition::kGatedDelta, t);
   }
-  for (const std::int64_t position : {1, 128, 1023, 16383, 262143}) {
+  // The first chunk after a power of two, where many nodes have just become one, and the next.
+  for (const std::int64_t position : {0, 128, 1024, 16384, 16448, 262144, 262208}) {
     for (const Transition transition : {Transition::kScalarGate, Transition::kGatedDelta}) {
       benchmark::RegisterBenchmark(
           transition == Transition::kScalarGate ? "scalar_gate/step" : "gated_delta/step", Step,
           transition)
           ->Arg(position)
           ->UseManualTime()
-          ->Iterations(320)
-          ->Unit(benchmark::kMillisecond);
+          ->Iterations(25)
+          ->Unit(benchmark::kMicrosecond);
     }
   }
 }

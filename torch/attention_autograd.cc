@@ -122,8 +122,8 @@ std::int64_t LongestSequence(const at::Tensor& q, const std::optional<at::Tensor
   return cu_seqlens->numel() < 2 ? 0 : cu_seqlens->diff().max().item().toLong();
 }
 
-std::int64_t SlotsFor(std::int64_t max_position, int num_levels, std::int64_t existing) {
-  std::int64_t slots = fenwick::NumSlots(fenwick::NextBase(0, max_position));
+// `slots`, bounded as saturation does, and no fewer than there are.
+std::int64_t BoundedSlots(std::int64_t slots, int num_levels, std::int64_t existing) {
   if (num_levels > 0) slots = std::min<std::int64_t>(slots, fenwick::TopSlot(num_levels) + 1);
   return std::max(slots, existing);
 }
@@ -137,7 +137,9 @@ OutputAndState RunWithState(const at::Tensor& q, const at::Tensor& k, const at::
   variable_list results = AttentionWithState::apply(
       q, k, v, g, Maybe(beta), level_scales, state.k, state.v, state.g, Maybe(state.beta),
       state.nodes, state.position, state.base, state.max_position,
-      SlotsFor(max_position, num_levels, state.nodes.size(2)), options);
+      BoundedSlots(fenwick::NumSlots(fenwick::NextBase(0, max_position)), num_levels,
+                   state.nodes.size(2)),
+      options);
   results = WithBeta(std::move(results), beta.defined(), 4);
   return {.o = results[0],
           .state = {.k = results[1],
@@ -212,7 +214,8 @@ State State::Select(const at::Tensor& indices) const {
 
 void State::Reserve(std::int64_t tokens, int num_levels) {
   const std::int64_t existing = nodes.size(2);
-  const std::int64_t slots = SlotsFor(max_position + tokens, num_levels, existing);
+  const std::int64_t slots =
+      BoundedSlots(fenwick::NumStepSlots(0, max_position + tokens), num_levels, existing);
   // Pads axis 2 of [N, H, S, K, V] at its end with zeros.
   if (slots > existing) nodes = at::constant_pad_nd(nodes, {0, 0, 0, 0, 0, slots - existing});
 }

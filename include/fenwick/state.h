@@ -14,6 +14,13 @@
 // Tokens are folded into the nodes a chunk at a time, when token p arrives with
 // p - base == kStateRing. Bytes grow with log2(position): NumSlots(base) matrices for each head.
 //
+// The merged past. When the chunk at `base` is folded, the nodes of the slots below the carry
+// z = countr_zero(base / kStateChunk + 1) merge with it into slot z, and all tokens beyond that
+// chunk read those nodes through one level. A step may keep their sum in slot z, which is dead
+// until then. It says so by the largest float as the gate, which is never positive otherwise, in
+// the ring slot of position base + kStateRing - 1: the last token before the fold overwrites it.
+// Everybody else ignores both, and copies of a state copy both.
+//
 // Saturation (LevelPolicy::kSaturate with L levels): slots beyond TopSlot(L) are merged into slot
 // TopSlot(L), since all of them are read through level L - 1 for ever; the slot is live exactly
 // when base / kStateChunk >= 2^TopSlot(L). A state whose merge has begun goes on with that policy
@@ -46,6 +53,14 @@ constexpr std::int64_t NextBase(std::int64_t base, std::int64_t position) {
 // Node slots needed to hold `base` folded tokens, without saturation.
 constexpr int NumSlots(std::int64_t base) {
   return std::bit_width(static_cast<std::uint64_t>(base / kStateChunk));
+}
+
+// Node slots with which steps that reach `position` can keep the merged past, which is worth it for
+// two nodes or more: just after a power of two one more than NumSlots.
+constexpr int NumStepSlots(std::int64_t base, std::int64_t position) {
+  const std::int64_t next = NextBase(base, position);
+  const bool merging = next > 2 * kStateChunk && position - next > kStateChunk;
+  return NumSlots(merging ? next + kStateChunk : next);
 }
 
 // Last node slot that saturation with `num_levels` levels uses: a node of slot b is first read

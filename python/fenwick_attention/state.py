@@ -40,6 +40,17 @@ def capacity(slots: int, num_levels: int, saturate: bool) -> int:
     return 2**30 if full else (2**slots + 1) * STATE_CHUNK
 
 
+def num_step_slots(position: int, num_levels: int | None = None) -> int:
+    """Node slots with which decoding up to ``position`` tokens is fastest.
+
+    Just after a power of two one more than :func:`num_slots`: a step keeps the sum of the nodes
+    there that will be merged next.
+    """
+    base = next_base(0, position)
+    ahead = STATE_CHUNK if base > 2 * STATE_CHUNK and position - base > STATE_CHUNK else 0
+    return num_slots(base + ahead + 2 * STATE_CHUNK, num_levels)
+
+
 @dataclasses.dataclass
 class LogLinearState:
     """State of ``N`` sequences, made of tensors on one device.
@@ -142,7 +153,7 @@ class LogLinearState:
         captured in a CUDA graph, reserve for all of its replays: they find their positions on the
         device, and may go on until the slots are full.
         """
-        wanted = num_slots(self.max_position + tokens, num_levels)
+        wanted = num_step_slots(self.max_position + tokens, num_levels)
         missing = wanted - self.nodes.shape[2]
         if missing <= 0:
             return self

@@ -152,7 +152,7 @@ void HostState::Reserve(std::int64_t tokens, int num_levels) {
   }
   std::int64_t slots = 0;
   for (std::size_t n = 0; n < position_.size(); ++n) {
-    slots = std::max<std::int64_t>(slots, NumSlots(NextBase(base_[n], position_[n] + tokens)));
+    slots = std::max<std::int64_t>(slots, NumStepSlots(base_[n], position_[n] + tokens));
   }
   if (num_levels > 0) slots = std::min<std::int64_t>(slots, TopSlot(num_levels) + 1);
   if (slots <= num_slots_) return;

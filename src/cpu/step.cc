@@ -3,14 +3,16 @@
 //   u = q[t];  for s = t .. base:   o += lambda[t, level(t, s)] (u.w[s]) v[s];   u = M[s]^T u
 // with M[s] = exp(g[s]), w = k for the scalar gate and M[s] = exp(g[s]) (I - beta k k^T), w = beta
 // k for the delta rule; then o += lambda[t, level] S^T u for every live node S. A token costs one
-// read of each node and of the ring, no state is written. Once every kStateChunk tokens the oldest
-// chunk is folded into the nodes.
+// read of each node and of the ring. Once every kStateChunk tokens the oldest chunk is folded into
+// the nodes; the sum of the nodes that this will merge is made one chunk earlier (state.h, "The
+// merged past"), so that just after a power of two a token reads one node and not one a level.
 #include "cpu/step.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "core/thread_pool.h"
@@ -32,6 +34,9 @@ namespace HWY_NAMESPACE {
 
 // Tokens that one step looks at: a full ring and the new ones.
 inline constexpr int64_t kWindow = kStateRing + kStateChunk;
+
+// Marks that the merged past is kept (state.h). No token's log decay is positive.
+inline constexpr float kMergedPastMark = std::numeric_limits<float>::max();
 
 // out[i] = a . b[i], rows of b `stride` elements apart; kRows rows share the loads of a.
 template <int kRows, typename T>
@@ -157,13 +162,17 @@ struct HeadStep {
     T* lambda = scratch.New<T>(PaddedColumns<T>(num_levels));
     T* decays = scratch.New<T>(PaddedColumns<T>(kWindow + 1));
     T* weights = scratch.New<T>(kWindow);
+    T* past_buffer = scratch.New<T>(key_size * value_size);
     const int levels = std::min(num_levels, NumLevels(sequence.end));
     int64_t base = sequence.base;
+    T* past = nullptr;
     for (int64_t t = sequence.begin; t < sequence.end; ++t) {
       if (t - base == kStateRing) {
         Fold(base);
         base += kStateChunk;
+        past = nullptr;
       }
+      if (past == nullptr && t - base >= kStateChunk) past = MergedPast(base, past_buffer);
       LoadRow(level_scales.dtype(), level_scales.Row(t), levels, lambda);
       LoadRow(queries.dtype(), queries.Row(t), key_size, u);
       const T scale = static_cast<T>(inputs.scale);
@@ -181,7 +190,7 @@ struct HeadStep {
         weights[i] *= decays[i + 1] * lambda[SaturatedLevel(t, base + i, num_levels)];
       }
       ReadValues(base, count, weights, row, out);
-      ReadNodes(t, base, lambda, decays[0], u, row, out);
+      ReadNodes(t, base, past, lambda, decays[0], u, row, out);
       StoreRow(outputs.dtype(), out, value_size, outputs.Row(t));
     }
   }
@@ -253,17 +262,55 @@ struct HeadStep {
     ExpVector(count + 1, decays);
   }
 
+  // How many of the lowest slots are the merged past of a ring that begins with chunk `chunk`:
+  // those that its fold merges into a dead slot. 0 where that is less than two nodes.
+  int NumMerged(int64_t chunk) const {
+    const int target = MergeSlot(chunk, top);
+    return target >= 2 && !SlotIsLive(chunk, target, top) ? target : 0;
+  }
+
+  // The sum [K, V] of the merged past, null where there is none, for a query that is not the ring's
+  // last. It is kept in the slot of the next fold or, in a state that has no such slot yet, made in
+  // `buffer`.
+  T* MergedPast(int64_t base, T* buffer) const {
+    const int merged = NumMerged(base / kStateChunk);
+    if (merged == 0) return nullptr;
+    const StateView& state = inputs.initial_state;
+    const bool kept = merged < state.nodes.size(2);
+    T* sum = kept ? Node(merged) : buffer;
+    T* mark = static_cast<T*>(state.g.data) + sequence.index * state.g.stride(0) +
+              (base + kStateRing - 1) % kStateRing * state.g.stride(1) + head;
+    if (kept && *mark == kMergedPastMark) return sum;
+    for (int64_t i = 0; i < key_size; ++i) {
+      T* row = sum + i * value_size;
+      std::copy_n(Node(0) + i * value_size, value_size, row);
+      for (int b = 1; b < merged; ++b) {
+        CombineRow(value_size, T{1}, row, T{1}, Node(b) + i * value_size);
+      }
+    }
+    if (kept) *mark = kMergedPastMark;
+    return sum;
+  }
+
+  // f(slot, node) for each live node; the merged past, where given, stands for its nodes as slot 0.
+  template <class F>
+  void ForEachNode(int64_t chunks, T* past, F&& f) const {
+    if (past != nullptr) f(0, past);
+    for (int b = past != nullptr ? NumMerged(chunks) : 0; b <= top && chunks >> b != 0; ++b) {
+      if (SlotIsLive(chunks, b, top)) f(b, Node(b));
+    }
+  }
+
   // out += lambda decay S^T u for each live node; they end at `base` or before.
-  void ReadNodes(int64_t t, int64_t base, const T* lambda, T decay, const T* u, T* scaled,
+  void ReadNodes(int64_t t, int64_t base, T* past, const T* lambda, T decay, const T* u, T* scaled,
                  T* out) const {
     const int64_t chunks = base / kStateChunk;
-    for (int b = 0; b <= top && chunks >> b != 0; ++b) {
-      if (!SlotIsLive(chunks, b, top)) continue;
-      const int64_t newest = (chunks >> b << b) * kStateChunk - 1;  // token of the node
+    ForEachNode(chunks, past, [&](int slot, const T* node) {
+      const int64_t newest = (chunks >> slot << slot) * kStateChunk - 1;  // token of the node
       const T factor = lambda[SaturatedLevel(t, newest, num_levels)] * decay;
       for (int64_t i = 0; i < key_size; ++i) scaled[i] = factor * u[i];
-      ReadRows(key_size, value_size, scaled, Node(b), value_size, out);
-    }
+      ReadRows(key_size, value_size, scaled, node, value_size, out);
+    });
   }
 
   // Folds the tokens [base, base + kStateChunk) into the nodes.
@@ -283,15 +330,25 @@ struct HeadStep {
       PrepareKeys(c);
       AddNewState(c, /*accumulate=*/false, merged);
       T* older = scratch.New<T>(TileSize<T>(key_size, value_size));
-      ForEachNode(chunk, [&](int slot, T* node) {
-        LoadNode(reinterpret_cast<const std::byte*>(node), key_size, value_size, older);
-        ApplyTransition(c, value_size, older, ld);
-        if (slot <= target) {
-          ScaleAdd<T>(TileSize<T>(key_size, value_size), 1, merged, 1, older);
-        } else {
+      T* sum = nullptr;  // of the nodes that merge: one transition for all
+      ForEachNode(chunk, nullptr, [&](int slot, T* node) {
+        if (slot > target) {
+          LoadNode(reinterpret_cast<const std::byte*>(node), key_size, value_size, older);
+          ApplyTransition(c, value_size, older, ld);
           StoreNode(older, T{1}, key_size, value_size, reinterpret_cast<std::byte*>(node));
+        } else if (sum == nullptr) {
+          sum = scratch.New<T>(TileSize<T>(key_size, value_size));
+          LoadNode(reinterpret_cast<const std::byte*>(node), key_size, value_size, sum);
+        } else {
+          for (int64_t i = 0; i < key_size; ++i) {
+            CombineRow(value_size, T{1}, sum + i * ld, T{1}, node + i * value_size);
+          }
         }
       });
+      if (sum != nullptr) {
+        ApplyTransition(c, value_size, sum, ld);
+        ScaleAdd<T>(TileSize<T>(key_size, value_size), 1, merged, 1, sum);
+      }
     } else {
       T* k = scratch.New<T>(TileSize<T>(kStateChunk, key_size));
       T* v = scratch.New<T>(kStateChunk * ld);
@@ -303,7 +360,7 @@ struct HeadStep {
       ChunkNode(StateLayout::kKeyByValue, kStateChunk, key_size, value_size, gate, k, v, scaled,
                 merged);
       const T decay = static_cast<T>(std::exp(gate.total));
-      ForEachNode(chunk, [&](int slot, T* node) {
+      ForEachNode(chunk, nullptr, [&](int slot, T* node) {
         for (int64_t i = 0; i < key_size; ++i) {
           T* row = node + i * value_size;
           if (slot <= target) {
@@ -315,13 +372,6 @@ struct HeadStep {
       });
     }
     StoreNode(merged, T{1}, key_size, value_size, reinterpret_cast<std::byte*>(Node(target)));
-  }
-
-  template <class F>
-  void ForEachNode(int64_t chunks, F&& f) const {
-    for (int b = 0; b <= top && chunks >> b != 0; ++b) {
-      if (SlotIsLive(chunks, b, top)) f(b, Node(b));
-    }
   }
 };
 

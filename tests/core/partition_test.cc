@@ -104,6 +104,8 @@ TEST(StateLayoutTest, RingHoldsBetweenOneAndTwoChunks) {
   static_assert(NextBase(0, 128) == 0 && NextBase(0, 129) == 64 && NextBase(0, 192) == 64);
   static_assert(NextBase(128, 130) == 128);
   static_assert(NumSlots(0) == 0 && NumSlots(64) == 1 && NumSlots(128) == 2 && NumSlots(192) == 2);
+  static_assert(NumStepSlots(0, 129) == 1 && NumStepSlots(0, 256) == 2);
+  static_assert(NumStepSlots(0, 257) == 3 && NumStepSlots(192, 300) == 3);
   static_assert(TopSlot(1) == 0 && TopSlot(8) == 0 && TopSlot(9) == 1);
   std::int64_t base = 0;
   for (std::int64_t position = 0; position < 3000; ++position) {

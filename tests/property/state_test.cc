@@ -173,6 +173,38 @@ TEST_P(StateTest, LiveNodesAreTheSetBits) {
   }
 }
 
+// Just after a power of two: with a spare slot the merged past is kept from step to step, without
+// one it is made again in each; the bits are the same.
+TEST_P(StateTest, StepsDoNotDependOnRoomForTheMergedPast) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64}) {
+    for (const int L : {0, 9, 10}) {
+      ProblemSpec spec = Spec(dtype);
+      spec.B = 2;
+      spec.T = 512 + 50;
+      spec.H = 2;
+      spec.K = 9;
+      spec.V = 21;
+      spec.L = L;
+      spec.saturate = L > 0;
+      const support::Problem problem = support::RandomProblem(spec, NextSeed());
+      SCOPED_TRACE(support::Describe(problem.spec));
+      const std::int64_t begin = 512 - 70;
+      const Result prefill =
+          support::RunForward(support::SliceTokens(problem.arguments, 0, begin), spec.options);
+      const Arguments rest = From(problem.arguments, begin, spec.T, prefill.final_state);
+      const std::vector<std::int64_t> sizes = StepSizes(spec.T - begin, 3);
+      RunOptions options = spec.options;
+      const Tensor made = support::RunSteps(rest, sizes, options).o;
+      options.spare_slots = 1;
+      const Result kept = support::RunSteps(rest, sizes, options);
+      EXPECT_EQ(made.data, kept.o.data);
+      const Tensor whole = reference::Forward(problem.arguments).o;
+      ExpectClose("o", made, support::Slice(whole, 1, begin, spec.T),
+                  support::Tolerance(spec.options, spec.T, false));
+    }
+  }
+}
+
 // Speculative decoding on the host: draft up to 64 tokens, take some back, go on.
 TEST_P(StateTest, TruncateTakesBackDraftedTokens) {
   if (GetParam().device != Device::kCPU) GTEST_SKIP() << "HostState lives in host memory";
