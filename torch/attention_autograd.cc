@@ -214,8 +214,11 @@ State State::Select(const at::Tensor& indices) const {
 
 void State::Reserve(std::int64_t tokens, int num_levels) {
   const std::int64_t existing = nodes.size(2);
-  const std::int64_t slots =
-      BoundedSlots(fenwick::NumStepSlots(0, max_position + tokens), num_levels, existing);
+  const std::int64_t end = max_position + tokens;
+  // Only the CPU's steps keep the merged past.
+  const int wanted =
+      nodes.is_cpu() ? fenwick::NumStepSlots(0, end) : fenwick::NumSlots(fenwick::NextBase(0, end));
+  const std::int64_t slots = BoundedSlots(wanted, num_levels, existing);
   // Pads axis 2 of [N, H, S, K, V] at its end with zeros.
   if (slots > existing) nodes = at::constant_pad_nd(nodes, {0, 0, 0, 0, 0, slots - existing});
 }

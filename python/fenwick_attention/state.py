@@ -41,7 +41,7 @@ def capacity(slots: int, num_levels: int, saturate: bool) -> int:
 
 
 def num_step_slots(position: int, num_levels: int | None = None) -> int:
-    """Node slots with which decoding up to ``position`` tokens is fastest.
+    """Node slots with which decoding up to ``position`` tokens on the CPU is fastest.
 
     Just after a power of two one more than :func:`num_slots`: a step keeps the sum of the nodes
     there that will be merged next.
@@ -153,7 +153,8 @@ class LogLinearState:
         captured in a CUDA graph, reserve for all of its replays: they find their positions on the
         device, and may go on until the slots are full.
         """
-        wanted = num_step_slots(self.max_position + tokens, num_levels)
+        slots = num_step_slots if self.nodes.device.type == "cpu" else num_slots
+        wanted = slots(self.max_position + tokens, num_levels)
         missing = wanted - self.nodes.shape[2]
         if missing <= 0:
             return self

@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -42,6 +43,19 @@ void ExpectClose(const std::vector<at::Tensor>& out, const std::vector<at::Tenso
   for (std::size_t i = 0; i < out.size(); ++i) {
     EXPECT_TRUE(at::allclose(out[i], ref[i], 1e-10, 1e-12)) << "tensor " << i;
   }
+}
+
+// A program and the operators that it loads use one copy of the core: one thread count, one pool.
+TEST(OpsAutograd, ProgramsShareTheCoreOfTheOperators) {
+  void* library = dlopen("libfenwick_torch.so", RTLD_NOW | RTLD_NOLOAD);
+  ASSERT_NE(library, nullptr) << dlerror();
+  const auto get_num_threads =
+      reinterpret_cast<int (*)()>(dlsym(library, "_ZN7fenwick13GetNumThreadsEv"));
+  ASSERT_NE(get_num_threads, nullptr) << dlerror();
+  fenwick::SetNumThreads(7);
+  EXPECT_EQ(get_num_threads(), 7);
+  fenwick::SetNumThreads(0);
+  dlclose(library);
 }
 
 TEST(OpsAutograd, CausalConvMatchesTorch) {
