@@ -40,6 +40,7 @@ std::string Note(const char* name, double value) {
 // and what the run needs beside it.
 json ConfigOf(const TrainOptions& options) {
   json config = models::ConfigToJson(ModelConfigOf(options));
+  config["dtype"] = options.dtype;
   config["fenwick_run"] = OptionsToJson(options);
   return config;
 }

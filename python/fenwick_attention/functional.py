@@ -320,7 +320,9 @@ def _step(
 
 
 def _capturing(q: Tensor) -> bool:
-    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not q.is_cuda or torch.compiler.is_compiling():
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _state_tensors(state: LogLinearState) -> list[Tensor]:

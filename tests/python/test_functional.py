@@ -287,9 +287,29 @@ def test_export(rule):
         def forward(self, *args):
             return call(rule, args)[0]
 
-    args = tuple(inputs(rule))
-    exported = torch.export.export(Module(), args)
-    assert torch.equal(exported.module()(*args), call(rule, args)[0])
+    args = tuple(inputs(rule, T=100, L=9))
+    length = torch.export.Dim("T", min=2, max=256)
+    shapes = ({1: length},) * len(args)
+    exported = torch.export.export(Module(), args, dynamic_shapes={"args": shapes}).module()
+    for T in (100, 131):
+        other = inputs(rule, T=T, L=9)
+        assert torch.equal(exported(*other), call(rule, other)[0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_compiled_steps(rule):
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(*args):
+        return step(rule, args[:-1], args[-1])
+
+    args = inputs(rule, T=170, L=9)
+    _, state = call(rule, cut(args, 0, 100), output_final_state=True)
+    other = state.clone()
+    for t in range(100, 170):  # past a fold of the ring
+        token = cut(args, t, t + 1)
+        assert torch.equal(compiled(*token, state), step(rule, token, other))
+    for a, b in zip(state._tensors().values(), other._tensors().values(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_meta_device():

@@ -76,6 +76,7 @@ def test_wheel_stands_alone(tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
+    assert (site / "fenwick_attention" / "py.typed").is_file()
     files = {str(p.relative_to(site / "fenwick_attention")) for p in site.rglob("*.py")}
     assert files == {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py")}
     shutil.rmtree(tmp_path / "build")

@@ -81,6 +81,21 @@ def test_save_load_auto(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_keeps_the_decays_in_float32(kind, tmp_path):
+    model = tiny(kind)
+    model.save_pretrained(tmp_path)
+    low = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    cast = copy.deepcopy(model).to(torch.bfloat16)
+    for name, p in low.named_parameters():
+        wide = name.endswith(("A_log", "dt_bias", ".D", ".L"))
+        assert p.dtype == (torch.float32 if wide else torch.bfloat16), name
+        assert torch.equal(p, cast.get_parameter(name)), name
+    ids = torch.randint(1, 50, (2, 70))
+    assert torch.equal(low(ids).logits, cast(ids).logits)
+    assert low.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 73)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_recomputation(kind):
     model = tiny(kind)
     ids = torch.randint(1, 50, (2, 61))

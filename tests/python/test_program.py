@@ -75,6 +75,22 @@ def test_run_folders_load_in_python(kind, options, tmp_path):
     assert figures[0] == figures[1]
 
 
+@pytest.mark.parametrize("kind", ["log_linear_mamba2", "log_linear_gated_deltanet"])
+def test_run_folders_in_bfloat16(kind, tmp_path):
+    (tmp_path / "text").write_text("def f(x):\n    return x + 1\n" * 60)
+    run = tmp_path / "run"
+    command = ["train", "text", "--data", tmp_path / "text", "--out", run, "--model", kind]
+    fenwick(*command, *TRAIN.split(), "--dtype", "bfloat16")
+    model = load(run)
+    assert model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "again")
+    files = [load_file(folder / "model.safetensors") for folder in (run, tmp_path / "again")]
+    for name, tensor in files[0].items():
+        wide = name.endswith(("A_log", "dt_bias", ".D", ".L"))
+        assert tensor.dtype == (torch.float32 if wide else torch.bfloat16), name
+        assert files[1][name].dtype == tensor.dtype and torch.equal(files[1][name], tensor), name
+
+
 SAVED = {
     "mamba2": ("Mamba2", dict(state_size=16, num_heads=4)),
     "mamba2 groups, biases": (
