@@ -79,7 +79,7 @@ fi
 
 if wants torch; then
   run torch env "FENWICK_TORCH_LIBRARY=$PWD/$build/lib/libfenwick_torch.so" \
-    "$python" -m pytest -q tests/torch
+    "$python" -m pytest -q tests/torch tests/python/test_cuda_graphs.py
 fi
 
 if wants bench; then

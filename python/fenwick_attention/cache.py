@@ -17,7 +17,9 @@ class Cache:
     :class:`LogLinearState`.
     """
 
+    # What `generate` of transformers asks: no static shapes, no roll-back (of the convolutions).
     is_compileable = False
+    is_croppable = False
 
     def __init__(self) -> None:
         self._layers: dict[int, LayerState] = {}
@@ -30,6 +32,11 @@ class Cache:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For ``generate``: no layer, so that it goes on from a cache with the new tokens only."""
+        return [False] * len(self)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest sequence seen so far."""

@@ -21,8 +21,8 @@ def replay(run, static: list[torch.Tensor], rows: list[list[torch.Tensor]], kept
     """Captures ``run()``, which reads ``static`` and updates the tensors ``kept``, then replays it
     for each of ``rows``. The warm-up and the capture leave ``kept`` as it was."""
     before = [t.clone() for t in kept]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # loads the kernels, fills the libraries' caches
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # loads the kernels, fills the libraries' caches
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

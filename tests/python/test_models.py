@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 
 from fenwick_attention import models  # noqa: E402
 
@@ -185,6 +185,41 @@ def test_every_spelling_of_the_levels_is_understood():
 def test_configurations_refuse_what_is_not_implemented(kind, key, value):
     with pytest.raises(ValueError, match=f"{key}: expected"):
         getattr(models, f"LogLinear{kind}Config")(**{key: value})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_goes_on_from_a_returned_cache(kind):
+    model = tiny(kind)
+    first = model.generate(
+        torch.randint(1, 50, (2, 70)), max_new_tokens=5, do_sample=False,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    cache = first[models.modeling._CACHE_FIELD]
+    assert cache.get_seq_length() == 74  # the last token was not read yet
+    more = torch.cat([first.sequences, torch.randint(1, 50, (2, 4))], 1)
+    expected = model.generate(more, max_new_tokens=5, do_sample=False)
+    going_on = {models.modeling._CACHE_FIELD: cache}
+    again = model.generate(more, **going_on, max_new_tokens=5, do_sample=False)
+    assert torch.equal(again, expected)
+    assert cache.get_seq_length() == 83
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_users_of_transformers_expect(kind, tmp_path):
+    model = tiny(kind)
+    ids = torch.randint(1, 50, (2, 20))
+    logits, cache = model(ids, return_dict=False)
+    assert torch.equal(logits, model(ids).logits) and len(cache) == 2
+    model.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path).eval()
+    out = base(ids, output_hidden_states=True)
+    assert torch.equal(model.lm_head(out.last_hidden_state), logits)
+    assert len(out.hidden_states) == 3
+    embeds = model.get_input_embeddings()(ids)
+    from_embeds = model.generate(inputs_embeds=embeds, max_new_tokens=5, do_sample=False)
+    assert torch.equal(from_embeds, model.generate(ids, max_new_tokens=5, do_sample=False)[:, 20:])
+    model.resize_token_embeddings(60)
+    assert torch.equal(model(ids).logits[..., :50], logits)
 
 
 def test_a_foreign_cache_is_refused():
