@@ -24,4 +24,6 @@ void Backward(const Inputs&, const TensorView&, const StateGradView&, const Grad
   throw Error("this build has no Hopper kernels");
 }
 
+void AimBackwardWorkspaceAt(std::size_t) {}
+
 }  // namespace fenwick::cuda::hopper

@@ -104,12 +104,13 @@ void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
                     pairs * b.num_groups * p.layout.num_segments * parts,
                     SegmentReadsShape::kThreads, SegmentReadsShape::kSharedBytes, stream,
                     maps.forward.q, maps.d_o, b);
-    LaunchDependent("segment walk",
-                    b.segment_levels <= kFewSegmentLevels
-                        ? SegmentWalkKernel<Element, kFewSegmentLevels>
-                        : SegmentWalkKernel<Element, kMaxSegmentLevels>,
-                    kStateElements / 4 / kWalkThreads * tiles * p.layout.num_sequences,
-                    kWalkThreads, 0, stream, b);
+    LaunchDependent(
+        "segment walk",
+        b.segment_levels <= kShortWalkLevels    ? SegmentWalkKernel<Element, kShortWalkLevels>
+        : b.segment_levels <= kFewSegmentLevels ? SegmentWalkKernel<Element, kFewSegmentLevels>
+                                                : SegmentWalkKernel<Element, kMaxSegmentLevels>,
+        kStateElements / 4 / kWalkThreads * tiles * p.layout.num_sequences, kWalkThreads, 0, stream,
+        b);
   }
   LaunchDependent("chunk grads", ChunkGradsKernel<Element>, tiles * p.layout.num_segments,
                   ChunkGradsShape::kThreads, ChunkGradsShape::kSharedBytes, stream, maps.forward.q,

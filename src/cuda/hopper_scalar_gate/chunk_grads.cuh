@@ -22,35 +22,47 @@ struct ChunkGradsShape {
   static constexpr int kThreads = 3 * kWarpgroup;
 };
 
-// d += (w o Q)^T dO for this warpgroup's 64 rows of K.
-template <typename Element>
-__device__ __forceinline__ void AddReads(float (&d)[32], std::uint32_t fragment,
-                                         std::uint32_t weights, std::uint64_t d_o) {
-  constexpr int kBatch = 4;
-  ptx::PinRegisters(d);
+// d += (w o Q)^T dO for this warpgroup's 64 rows of K, for one level or for two at once (second):
+// the products of one run while the other's operands are weighted. `weights`: the first level's
+// row; the second one's follows.
+template <typename Element, bool kTwo>
+__device__ __forceinline__ void AddReads(float (&first)[32], float (&second)[32],
+                                         std::uint32_t fragment, std::uint32_t weights,
+                                         std::uint64_t d_o) {
+  constexpr int kBatch = 2;
+  ptx::PinRegisters(first);
+  if (kTwo) ptx::PinRegisters(second);
 #pragma unroll
   for (int batch = 0; batch < 8; batch += kBatch) {
-    std::uint32_t a[kBatch][4];
+    std::uint32_t q[kBatch][4];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int tokens = 16 * (batch + i);
-      ptx::LoadMatrix4Transposed(a[i], fragment + tokens * kTileRowBytes);
-      const std::uint32_t low = ptx::LoadSharedU32(weights + 2 * tokens);
-      const std::uint32_t high = ptx::LoadSharedU32(weights + 2 * tokens + 16);
-      a[i][0] = Element::Multiply(a[i][0], low);
-      a[i][1] = Element::Multiply(a[i][1], low);
-      a[i][2] = Element::Multiply(a[i][2], high);
-      a[i][3] = Element::Multiply(a[i][3], high);
+      ptx::LoadMatrix4Transposed(q[i], fragment + 16 * (batch + i) * kTileRowBytes);
     }
-    ptx::WgmmaFence();
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      ptx::WgmmaRegisters<Element, true>(d, a[i], d_o + (batch + i) * kStepRows16, true);
+    for (int level = 0; level < (kTwo ? 2 : 1); ++level) {
+      std::uint32_t a[kBatch][4];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const std::uint32_t at = weights + level * kChunk * 2 + 32 * (batch + i);
+        const std::uint32_t low = ptx::LoadSharedU32(at), high = ptx::LoadSharedU32(at + 16);
+        a[i][0] = Element::Multiply(q[i][0], low);
+        a[i][1] = Element::Multiply(q[i][1], low);
+        a[i][2] = Element::Multiply(q[i][2], high);
+        a[i][3] = Element::Multiply(q[i][3], high);
+      }
+      ptx::WgmmaFence();
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        ptx::WgmmaRegisters<Element, true>(level == 0 ? first : second, a[i],
+                                           d_o + (batch + i) * kStepRows16, true);
+      }
+      ptx::WgmmaCommit();
     }
-    ptx::WgmmaCommit();
   }
   ptx::WgmmaWait<0>();
-  ptx::PinRegisters(d);
+  ptx::PinRegisters(first);
+  if (kTwo) ptx::PinRegisters(second);
 }
 
 // Grid x: value tiles x heads x segments.
@@ -90,7 +102,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
     ptx::LowerRegisters<24>();
     if (warp_in_block > 8 || lane > 0) return;
     const int group = (p.head_begin + head) / p.heads_per_group;
-    for (int step = 0; step < count; ++step) {
+    for (int step = 0; step + 1 < count; ++step) {  // the first chunk reads no node of the segment
       const int stage = step % Shape::kStages, i = count - 1 - step;
       if (step >= Shape::kStages) {
         ptx::BarrierWait(empty + 8 * stage, ((step / Shape::kStages) & 1) ^ 1);
@@ -104,10 +116,8 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
       ptx::LoadTile(tile + kTileBytes, &q_map, bar, 64, group, token, place.batch);
       ptx::LoadTile(tile + 2 * kTileBytes, &do_map, bar, value_tile * kValueTile,
                     p.head_begin + head, token, place.batch);
-      if (row_bytes > 0) {
-        ptx::LoadBytes(aux, p.weights + ((record + i) * p.weight_rows + kLocalLevels) * kChunk,
-                       row_bytes, bar);
-      }
+      ptx::LoadBytes(aux, p.weights + ((record + i) * p.weight_rows + kLocalLevels) * kChunk,
+                     row_bytes, bar);
     }
     return;
   }
@@ -133,59 +143,18 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
   for (int l = 1; l < kMaxLogSegment; ++l) {
     decay[l] = decay[l - 1] + __shfl_up_sync(~0u, decay[l - 1], 1 << (l - 1));
   }
-  float grads[kMaxLogSegment + 1][32];  // X_l; first the gradient at the segment's end
-#pragma unroll
-  for (int l = 0; l <= kMaxLogSegment; ++l) {
-#pragma unroll
-    for (int n = 0; n < 32; ++n) grads[l][n] = 0;
-  }
-  if (place.num_segments > 1) {
-    const std::size_t unit =
-        (static_cast<std::size_t>(head) * p.layout.num_segments + segment) * p.value_tiles +
-        value_tile;
-    const float* in = b.segment_grads + unit * kStateElements;
-    const int r = row + (lane >> 2);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const auto x = *reinterpret_cast<const float2*>(in + AccumulatorOffset(r, n, lane));
-      const auto y = *reinterpret_cast<const float2*>(in + AccumulatorOffset(r + 8, n, lane));
-#pragma unroll
-      for (int l = 0; l <= kMaxLogSegment; ++l) {
-        if (l == log_segment) {
-          grads[l][4 * n] = x.x, grads[l][4 * n + 1] = x.y;
-          grads[l][4 * n + 2] = y.x, grads[l][4 * n + 3] = y.y;
-        }
-      }
-    }
-  }
-#pragma unroll 1
-  for (int step = 0; step < count; ++step) {
-    const int stage = step % Shape::kStages, i = count - 1 - step;
-    ptx::BarrierWait(full + 8 * stage, (step / Shape::kStages) & 1);
-    const std::uint32_t tile = shared + stage * Shape::kStageBytes;
-    const std::uint32_t aux = shared + Shape::kAux + stage * Shape::kAuxBytes;
-    const int valid = place.length - (first + i) * kChunk;
-    if (valid < kChunk && p.layout.sequences != nullptr) {
-      const int thread = threadIdx.x % kWarpgroup;
-      ZeroRows(tile + warpgroup * kTileBytes, valid, kChunk, thread, kWarpgroup);
-      ZeroRows(tile + 2 * kTileBytes, valid, kChunk, thread, kWarpgroup);
-      ptx::FenceAsyncShared();
-      ptx::NamedBarrier(1 + warpgroup, kWarpgroup);
-    }
-    const int clear = __ffs(~i) - 1;
+  float grads[kMaxLogSegment][32];  // X_l
+  // Stores D of chunk i, and starts X of the levels below `levels` with it.
+  const auto use = [&](const float(&d)[32], int i, int levels) {
     if (lane == 0) ptx::WaitStoresRead<0>();
     __syncwarp();
+    StoreAccumulator<Element>(staging, d, lane);
 #pragma unroll
-    for (int l = 0; l <= kMaxLogSegment; ++l) {
-      if (l != clear) continue;
-      StoreAccumulator<Element>(staging, grads[l], lane);
+    for (int l = 0; l < kMaxLogSegment; ++l) {
+      if (l >= levels) continue;
+      const float factor = ptx::Exp2(__shfl_sync(~0u, decay[l], i));
 #pragma unroll
-      for (int below = 0; below < l; ++below) {
-        const float factor =
-            ptx::Exp2(__shfl_sync(~0u, decay[below < kMaxLogSegment ? below : 0], i));
-#pragma unroll
-        for (int n = 0; n < 32; ++n) grads[below][n] = factor * grads[l][n];
-      }
+      for (int n = 0; n < 32; ++n) grads[l][n] = factor * d[n];
     }
     ptx::FenceAsyncShared();
     __syncwarp();
@@ -194,17 +163,62 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
                       2048);
       ptx::CommitStores();
     }
+  };
+  {
+    // Past the sequence's last segment there is no gradient, nor from a right half that is not
+    // there.
+    float d[32];
+#pragma unroll
+    for (int n = 0; n < 32; ++n) d[n] = 0;
+    if (place.num_segments > 1) {
+      const std::size_t unit =
+          (static_cast<std::size_t>(head) * p.layout.num_segments + segment) * p.value_tiles +
+          value_tile;
+      const float* in = b.segment_grads + unit * kStateElements;
+      const int r = row + (lane >> 2);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const auto x = *reinterpret_cast<const float2*>(in + AccumulatorOffset(r, n, lane));
+        const auto y = *reinterpret_cast<const float2*>(in + AccumulatorOffset(r + 8, n, lane));
+        d[4 * n] = x.x, d[4 * n + 1] = x.y;
+        d[4 * n + 2] = y.x, d[4 * n + 3] = y.y;
+      }
+    }
+    use(d, count - 1, kMaxLogSegment);
+  }
+#pragma unroll 1
+  for (int step = 0; step + 1 < count; ++step) {
+    const int stage = step % Shape::kStages, i = count - 1 - step;
+    ptx::BarrierWait(full + 8 * stage, (step / Shape::kStages) & 1);
+    const std::uint32_t tile = shared + stage * Shape::kStageBytes;
+    const std::uint32_t aux = shared + Shape::kAux + stage * Shape::kAuxBytes + 4 * (lane & 3);
+    const int valid = place.length - (first + i) * kChunk;
+    if (valid < kChunk && p.layout.sequences != nullptr) {
+      const int thread = threadIdx.x % kWarpgroup;
+      ZeroRows(tile + warpgroup * kTileBytes, valid, kChunk, thread, kWarpgroup);
+      ZeroRows(tile + 2 * kTileBytes, valid, kChunk, thread, kWarpgroup);
+      ptx::FenceAsyncShared();
+      ptx::NamedBarrier(1 + warpgroup, kWarpgroup);
+    }
     const std::uint64_t d_o = TileDescriptor(tile + 2 * kTileBytes);
 #pragma unroll
-    for (int l = 0; l < kMaxLogSegment; ++l) {
-      if ((i >> l) & 1) {
-        const int below = __popc(i & ((1 << l) - 1));
-        AddReads<Element>(grads[l], tile + fragment, aux + below * kChunk * 2 + 4 * (lane & 3),
-                          d_o);
+    for (int l = 0; l < kMaxLogSegment; l += 2) {
+      const std::uint32_t weights = aux + __popc(i & ((1 << l) - 1)) * kChunk * 2;
+      switch ((i >> l) & 3) {
+        case 1: AddReads<Element, false>(grads[l], grads[l], tile + fragment, weights, d_o); break;
+        case 2:
+          AddReads<Element, false>(grads[l + 1], grads[l + 1], tile + fragment, weights, d_o);
+          break;
+        case 3: AddReads<Element, true>(grads[l], grads[l + 1], tile + fragment, weights, d_o);
       }
     }
     __syncwarp();
     if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
+    const int next = i - 1, clear = __ffs(~next) - 1;
+#pragma unroll
+    for (int l = 0; l < kMaxLogSegment; ++l) {
+      if (l == clear) use(grads[l], next, l);
+    }
   }
   if (lane == 0) ptx::WaitStores<0>();
 }

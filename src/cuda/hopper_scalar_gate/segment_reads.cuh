@@ -42,6 +42,100 @@ __device__ __forceinline__ TileOfGroup PlaceOfTile(const ForwardParams& p, int g
           index < heads * p.value_tiles};
 }
 
+// The sums of one warpgroup, over the chunks of the segment: kNodes nodes of one value tile.
+template <typename Element, int kNodes>
+__device__ __forceinline__ void SumReads(const BackwardParams& b, const SegmentPlace& place,
+                                         const TileOfGroup& at, int segment, int part, int count,
+                                         std::uint32_t full, std::uint32_t empty,
+                                         std::uint32_t shared) {
+  using Shape = SegmentReadsShape;
+  const ForwardParams& p = b.forward;
+  const int first = place.index << p.layout.log_segment;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int matrix_row = ((lane >> 4) & 1) * 8 + (lane & 7);
+  const std::uint32_t fragment =
+      (2 + warpgroup) * kTileBytes + SwizzledOffset(matrix_row, 2 * warp + ((lane >> 3) & 1));
+  float reads[kNodes][64];
+#pragma unroll
+  for (int j = 0; j < kNodes; ++j) {
+#pragma unroll
+    for (int n = 0; n < 64; ++n) reads[j][n] = 0;
+  }
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const int stage = i % Shape::kStages;
+    const std::uint32_t tile = shared + stage * Shape::kStageBytes;
+    ptx::BarrierWait(full + 8 * stage, (i / Shape::kStages) & 1);
+    const int valid = place.length - (first + i) * kChunk;
+    if (valid < kChunk && p.layout.sequences != nullptr) {
+      const int thread = threadIdx.x % kWarpgroup;
+      ZeroRows(tile, valid, kChunk, thread, kWarpgroup);
+      ZeroRows(tile + kTileBytes, valid, kChunk, thread, kWarpgroup);
+      ZeroRows(tile + (2 + warpgroup) * kTileBytes, valid, kChunk, thread, kWarpgroup);
+      ptx::FenceAsyncShared();
+      ptx::NamedBarrier(1 + warpgroup, kWarpgroup);
+    }
+    const std::uint32_t weights = shared + Shape::kWeights + stage * Shape::kWeightBytes +
+                                  warpgroup * Shape::kNodes * kChunk * 2 + 4 * (lane & 3);
+    const std::uint64_t q = TileDescriptor(tile, kTileBytes);
+    // Every fragment of dO is read once and weighted for each node.
+    constexpr int kBatch = kNodes < 3 ? 4 : 1;  // beside 192 accumulators registers are short
+#pragma unroll
+    for (int batch = 0; batch < 8; batch += kBatch) {
+      std::uint32_t d_o[kBatch][4];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        ptx::LoadMatrix4Transposed(d_o[k], tile + fragment + 16 * (batch + k) * kTileRowBytes);
+      }
+#pragma unroll
+      for (int j = 0; j < kNodes; ++j) {
+        std::uint32_t a[kBatch][4];
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const std::uint32_t row = weights + j * kChunk * 2 + 32 * (batch + k);
+          const std::uint32_t low = ptx::LoadSharedU32(row), high = ptx::LoadSharedU32(row + 16);
+          a[k][0] = Element::Multiply(d_o[k][0], low);
+          a[k][1] = Element::Multiply(d_o[k][1], low);
+          a[k][2] = Element::Multiply(d_o[k][2], high);
+          a[k][3] = Element::Multiply(d_o[k][3], high);
+        }
+        ptx::PinRegisters(reads[j]);
+        ptx::WgmmaFence();
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          ptx::WgmmaRegisters<Element, true>(reads[j], a[k], q + (batch + k) * kStepRows16, true);
+        }
+        ptx::WgmmaCommit();
+      }
+      ptx::WgmmaWait<0>();
+#pragma unroll
+      for (int j = 0; j < kNodes; ++j) ptx::PinRegisters(reads[j]);
+    }
+    __syncwarp();
+    if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
+  }
+  if (!at.exists) return;
+  const std::size_t unit =
+      (static_cast<std::size_t>(at.head) * p.layout.num_segments + segment) * p.value_tiles +
+      at.value_tile;
+  float* out = b.segment_reads + (unit * b.segment_levels + Shape::kNodes * part) * kStateElements +
+               (lane >> 2);
+#pragma unroll
+  for (int j = 0; j < kNodes; ++j) {
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int k = 8 * n + 2 * (lane & 3) + x;
+        float* row = out + j * kStateElements + k * kTileColumns;
+        row[((2 * warp) ^ (k & 7)) << 3] = reads[j][4 * n + x];
+        row[((2 * warp + 1) ^ (k & 7)) << 3] = reads[j][4 * n + 2 + x];
+      }
+    }
+  }
+}
+
 // Grid x: parts x pairs of value tiles x q/k groups of the pass x segments.
 template <typename Element>
 __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
@@ -114,87 +208,10 @@ __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
   ptx::RaiseRegisters<240>();
   const int warpgroup = warp_in_block / 4, warp = warp_in_block % 4;
   const TileOfGroup at = PlaceOfTile(p, group, 2 * pair + warpgroup);
-  const int matrix_row = ((lane >> 4) & 1) * 8 + (lane & 7);
-  const std::uint32_t fragment =
-      (2 + warpgroup) * kTileBytes + SwizzledOffset(matrix_row, 2 * warp + ((lane >> 3) & 1));
-  float reads[Shape::kNodes][64];
-#pragma unroll
-  for (int j = 0; j < Shape::kNodes; ++j) {
-#pragma unroll
-    for (int n = 0; n < 64; ++n) reads[j][n] = 0;
-  }
-#pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    const int stage = i % Shape::kStages;
-    const std::uint32_t tile = shared + stage * Shape::kStageBytes;
-    ptx::BarrierWait(full + 8 * stage, (i / Shape::kStages) & 1);
-    const int valid = place.length - (first + i) * kChunk;
-    if (valid < kChunk && p.layout.sequences != nullptr) {
-      const int thread = threadIdx.x % kWarpgroup;
-      ZeroRows(tile, valid, kChunk, thread, kWarpgroup);
-      ZeroRows(tile + kTileBytes, valid, kChunk, thread, kWarpgroup);
-      ZeroRows(tile + (2 + warpgroup) * kTileBytes, valid, kChunk, thread, kWarpgroup);
-      ptx::FenceAsyncShared();
-      ptx::NamedBarrier(1 + warpgroup, kWarpgroup);
-    }
-    const std::uint32_t weights = shared + Shape::kWeights + stage * Shape::kWeightBytes +
-                                  warpgroup * Shape::kNodes * kChunk * 2 + 4 * (lane & 3);
-    const std::uint64_t q = TileDescriptor(tile, kTileBytes);
-#pragma unroll
-    for (int j = 0; j < Shape::kNodes; ++j) {
-      if (j >= nodes) continue;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        std::uint32_t a[4][4];
-        ptx::PinRegisters(reads[j]);
-#pragma unroll
-        for (int step = 0; step < 4; step += 2) {
-#pragma unroll
-          for (int k = step; k < step + 2; ++k) {
-            const int tokens = 16 * (4 * half + k);
-            ptx::LoadMatrix4Transposed(a[k], tile + fragment + tokens * kTileRowBytes);
-            const std::uint32_t row = weights + j * kChunk * 2 + 2 * tokens;
-            const std::uint32_t low = ptx::LoadSharedU32(row);
-            const std::uint32_t high = ptx::LoadSharedU32(row + 16);
-            a[k][0] = Element::Multiply(a[k][0], low);
-            a[k][1] = Element::Multiply(a[k][1], low);
-            a[k][2] = Element::Multiply(a[k][2], high);
-            a[k][3] = Element::Multiply(a[k][3], high);
-          }
-          ptx::WgmmaFence();
-#pragma unroll
-          for (int k = step; k < step + 2; ++k) {
-            ptx::WgmmaRegisters<Element, true>(reads[j], a[k], q + (4 * half + k) * kStepRows16,
-                                               true);
-          }
-          ptx::WgmmaCommit();
-        }
-        ptx::WgmmaWait<0>();
-        ptx::PinRegisters(reads[j]);
-      }
-    }
-    __syncwarp();
-    if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
-  }
-  if (!at.exists) return;
-  const std::size_t unit =
-      (static_cast<std::size_t>(at.head) * p.layout.num_segments + segment) * p.value_tiles +
-      at.value_tile;
-  float* out = b.segment_reads + (unit * b.segment_levels + Shape::kNodes * part) * kStateElements +
-               (lane >> 2);
-#pragma unroll
-  for (int j = 0; j < Shape::kNodes; ++j) {
-    if (j >= nodes) continue;
-#pragma unroll
-    for (int n = 0; n < 16; ++n) {
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int k = 8 * n + 2 * (lane & 3) + x;
-        float* row = out + j * kStateElements + k * kTileColumns;
-        row[((2 * warp) ^ (k & 7)) << 3] = reads[j][4 * n + x];
-        row[((2 * warp + 1) ^ (k & 7)) << 3] = reads[j][4 * n + 2 + x];
-      }
-    }
+  switch (nodes) {
+    case 1: return SumReads<Element, 1>(b, place, at, segment, part, count, full, empty, shared);
+    case 2: return SumReads<Element, 2>(b, place, at, segment, part, count, full, empty, shared);
+    case 3: return SumReads<Element, 3>(b, place, at, segment, part, count, full, empty, shared);
   }
 }
 

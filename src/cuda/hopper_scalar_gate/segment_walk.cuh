@@ -20,6 +20,9 @@
 namespace fenwick::cuda::hopper {
 
 inline constexpr int kWalkThreads = 128;
+// A walk waits for one segment's loads after the other's: the fewer levels a thread keeps, the more
+// walks an SM holds. Enough for T = 32K.
+inline constexpr int kShortWalkLevels = 4;
 
 __device__ __forceinline__ float Dot(float4 a, float4 b) {
   return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
