@@ -58,28 +58,24 @@ __device__ __forceinline__ void BlockGrads(std::uint32_t (&p)[4], const std::uin
                                            RowSums& level, RowSums& flow) {
   using E = Element;
   const float end = ptx::LoadSharedF32(decay + 4 * (s0 + 15));
-  // The decay to a row is the row's own from the block's end, and a key's through that end.
   const float ra = ptx::Exp2(a0 - end), rb = ptx::Exp2(a1 - end);
-  const float wa = la * ra, wb = lb * rb;
-  RowSums sum;
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     const float2 e = ptx::LoadSharedF32x2(decay + 4 * (kChunk + s0 + 8 * u + 2 * pair));
-    const float x0 = dp[4 * u] * e.x, x1 = dp[4 * u + 1] * e.y;
-    const float x2 = dp[4 * u + 2] * e.x, x3 = dp[4 * u + 3] * e.y;
-    ds[4 * u] += wa * x0;
-    ds[4 * u + 1] += wa * x1;
-    ds[4 * u + 2] += wb * x2;
-    ds[4 * u + 3] += wb * x3;
-    sum.a += E::Low(scores[2 * u]) * x0 + E::High(scores[2 * u]) * x1;
-    sum.b += E::Low(scores[2 * u + 1]) * x2 + E::High(scores[2 * u + 1]) * x3;
-    p[2 * u] = E::Multiply(scores[2 * u], E::Pack(wa * e.x, wa * e.y));
-    p[2 * u + 1] = E::Multiply(scores[2 * u + 1], E::Pack(wb * e.x, wb * e.y));
+    const float d0 = ra * e.x, d1 = ra * e.y, d2 = rb * e.x, d3 = rb * e.y;
+    const float x0 = dp[4 * u] * d0, x1 = dp[4 * u + 1] * d1;
+    const float x2 = dp[4 * u + 2] * d2, x3 = dp[4 * u + 3] * d3;
+    ds[4 * u] += la * x0;
+    ds[4 * u + 1] += la * x1;
+    ds[4 * u + 2] += lb * x2;
+    ds[4 * u + 3] += lb * x3;
+    level.a += E::Low(scores[2 * u]) * x0 + E::High(scores[2 * u]) * x1;
+    level.b += E::Low(scores[2 * u + 1]) * x2 + E::High(scores[2 * u + 1]) * x3;
+    p[2 * u] = E::Multiply(scores[2 * u], E::Pack(la * d0, la * d1));
+    p[2 * u + 1] = E::Multiply(scores[2 * u + 1], E::Pack(lb * d2, lb * d3));
     flow.a += E::Low(p[2 * u]) * dp[4 * u] + E::High(p[2 * u]) * dp[4 * u + 1];
     flow.b += E::Low(p[2 * u + 1]) * dp[4 * u + 2] + E::High(p[2 * u + 1]) * dp[4 * u + 3];
   }
-  level.a += ra * sum.a;
-  level.b += rb * sum.b;
 }
 
 __device__ __forceinline__ void StoreBlock(std::uint32_t address, const std::uint32_t (&p)[4]) {
