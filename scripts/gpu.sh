@@ -67,6 +67,7 @@ fi
 if wants test; then
   [[ -x $build/bin/cuda_plan_test ]] && run plan_test "$build/bin/cuda_plan_test"
   run general_test "$build/bin/cuda_general_test"
+  [[ $capability == 90a ]] && run hopper_check "$build/bin/hopper_scalar_gate" check
   run property_test "$build/bin/property_test" "--gtest_filter=${FILTER:-*Cuda*}"
 fi
 
@@ -84,7 +85,8 @@ fi
 
 if wants bench; then
   [[ -x $build/bin/cuda_bench ]] && run bench "$build/bin/cuda_bench"
-  cat "$out/bench.log" 2>/dev/null
+  [[ $capability == 90a ]] && run hopper_time "$build/bin/hopper_scalar_gate" time
+  cat "$out"/bench.log "$out"/hopper_time.log 2>/dev/null
 fi
 
 ((${#failed[@]} == 0)) || {
