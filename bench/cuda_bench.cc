@@ -60,10 +60,13 @@ class Tensors {
     }
     const void* from =
         dtype == DType::kBFloat16 ? static_cast<const void*>(narrow.data()) : values.data();
-    for (std::int64_t i = 0; i < count; i += block) {
-      const std::size_t bytes = std::min(block, count - i) * ElementSize(dtype);
-      Check(cudaMemcpy(static_cast<char*>(view.data) + i * ElementSize(dtype), from, bytes,
-                       cudaMemcpyHostToDevice));
+    auto* data = static_cast<char*>(view.data);
+    std::size_t filled = block * ElementSize(dtype);
+    const std::size_t bytes = count * ElementSize(dtype);
+    Check(cudaMemcpy(data, from, filled, cudaMemcpyHostToDevice));
+    for (; filled < bytes; filled *= 2) {
+      Check(cudaMemcpy(data + filled, data, std::min(filled, bytes - filled),
+                       cudaMemcpyDeviceToDevice));
     }
     return view;
   }
@@ -156,33 +159,151 @@ void TimeCall(const Case& c, const char* kernels) {
       backward_bytes * 1e-9);
 }
 
-// One token for each of B sequences at position T, live states in memory: against the time that
-// reading them once takes at 4.3 TB/s (a copy's rate on an H200).
-void TimeStep(const Case& c) {
-  Tensors tensors;
-  const int slots = NumSlots(NextBase(0, c.T + 64));
-  const std::int64_t levels = NumLevels(c.T + 1024);
-  Inputs inputs = MakeInputs(c, 1, levels, tensors);
-  const DType type = DType::kBFloat16;
-  StateView& state = inputs.initial_state;
-  state.k = tensors.Make(type, {c.B, kStateRing, c.G, c.K}, -0.1f, 0.1f);
-  state.v = tensors.Make(type, {c.B, kStateRing, c.H, c.V}, -1, 1);
-  state.g = tensors.Make(DType::kFloat32, {c.B, kStateRing, c.H}, -0.1f, -0.001f);
-  if (inputs.beta.given()) state.beta = tensors.Make(type, {c.B, kStateRing, c.H}, 0.1f, 0.9f);
-  state.nodes = tensors.Make(DType::kFloat32, {c.B, c.H, slots, c.K, c.V}, -1, 1);
-  state.position = tensors.Zeros(DType::kInt64, {c.B});
-  state.base = tensors.Zeros(DType::kInt64, {c.B});
-  state.max_position = c.T + 512;
-  const std::vector<std::int64_t> position(c.B, c.T), base(c.B, NextBase(0, c.T));
-  Check(cudaMemcpy(state.position.data, position.data(), c.B * 8, cudaMemcpyHostToDevice));
-  Check(cudaMemcpy(state.base.data, base.data(), c.B * 8, cudaMemcpyHostToDevice));
-  const TensorView o = tensors.Zeros(type, {c.B, 1, c.H, c.V});
-  const Context context{.device = Device::kCUDA};
-  const float time = Median(25, [&] { Step(inputs, o, context); });
-  const double bytes = 4.0 * c.B * c.H * c.K * c.V * std::popcount(std::uint64_t(base[0] / 64));
-  std::printf("%-11s step     B%-4lld at %-7lld H%lld K%lld V%lld  %8.4f ms  live states %.4f ms\n",
-              Name(c), (long long)c.B, (long long)c.T, (long long)c.H, (long long)c.K,
-              (long long)c.V, time, bytes / 4.3e9);
+// Sequences of a decoding batch: all alike, or each at a position of its own.
+enum class Positions { kAlike, kOwn };
+
+// One token a step for each of B sequences at about position T, against the time that reading what
+// is live of the state (nodes; tokens in the ring) takes at 4.3 TB/s, a copy's rate on an H200.
+class StepTimer {
+ public:
+  StepTimer(const Case& c, Positions positions) : case_(c), sequences_(c.B) {
+    const DType type = DType::kBFloat16;
+    const std::int64_t largest = c.T + 4096;
+    inputs_ = MakeInputs(c, 1, NumLevels(largest), tensors_);
+    StateView& state = inputs_.initial_state;
+    state.k = tensors_.Make(type, {c.B, kStateRing, c.G, c.K}, -0.1f, 0.1f);
+    state.v = tensors_.Make(type, {c.B, kStateRing, c.H, c.V}, -1, 1);
+    state.g = tensors_.Make(DType::kFloat32, {c.B, kStateRing, c.H}, -0.1f, -0.001f);
+    if (inputs_.beta.given()) {
+      state.beta = tensors_.Make(type, {c.B, kStateRing, c.H}, 0.1f, 0.9f);
+    }
+    state.nodes = tensors_.Make(DType::kFloat32, {c.B, c.H, NumSlots(largest), c.K, c.V}, -1, 1);
+    state.position = tensors_.Zeros(DType::kInt64, {c.B});
+    state.base = tensors_.Zeros(DType::kInt64, {c.B});
+    state.max_position = largest;
+    o_ = tensors_.Zeros(type, {c.B, 1, c.H, c.V});
+    for (std::int64_t b = 0; b < c.B; ++b) {
+      Sequence& sequence = sequences_[b];
+      sequence.base = c.T - (positions == Positions::kOwn ? b * 37 % 256 * kStateChunk : 0);
+      sequence.position = sequence.base + (positions == Positions::kOwn ? 64 + b * 29 % 64 : 80);
+    }
+    Check(cudaStreamCreate(&stream_));
+    Reset();
+  }
+  ~StepTimer() { cudaStreamDestroy(stream_); }
+  StepTimer(const StepTimer&) = delete;
+
+  // Median of single steps in which nothing is folded.
+  float Single() {
+    Reset();
+    return Median(21, [&] { Step(); });
+  }
+  // Mean of 64 steps in a row, in which every sequence folds once.
+  float Cycle() {
+    Reset();
+    return Time(kStateChunk, [&] { Step(); });
+  }
+  // The same with the steps replayed from a CUDA graph.
+  float Graph() {
+    Reset();
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    Check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < kStateChunk; ++i) Step();
+    Check(cudaStreamEndCapture(stream_, &graph));
+    Check(cudaGraphInstantiate(&executable, graph, 0));
+    const auto replay = [&] { Check(cudaGraphLaunch(executable, stream_)); };
+    replay();
+    const float time = Time(1, replay) / kStateChunk;
+    Check(cudaGraphExecDestroy(executable));
+    Check(cudaGraphDestroy(graph));
+    return time;
+  }
+  double node_bytes() const {
+    double nodes = 0;
+    for (const Sequence& s : sequences_) nodes += std::popcount(std::uint64_t(s.base) / 64);
+    return 4.0 * nodes * case_.H * case_.K * case_.V;
+  }
+  // Of 96 tokens, what a ring holds on average.
+  double ring_bytes() const {
+    const double token = 2.0 * case_.G * case_.K + 2.0 * case_.H * case_.V +
+                         case_.H * (inputs_.beta.given() ? 6.0 : 4.0);
+    return 96.0 * case_.B * token;
+  }
+
+ private:
+  struct Sequence {
+    std::int64_t position, base;
+  };
+
+  void Step() { fenwick::Step(inputs_, o_, {.device = Device::kCUDA, .stream = stream_}); }
+
+  void Reset() {
+    std::vector<std::int64_t> position, base;
+    for (const Sequence& s : sequences_) {
+      position.push_back(s.position);
+      base.push_back(s.base);
+    }
+    const StateView& state = inputs_.initial_state;
+    const std::size_t bytes = sequences_.size() * sizeof(std::int64_t);
+    Check(cudaStreamSynchronize(stream_));
+    Check(cudaMemcpy(state.position.data, position.data(), bytes, cudaMemcpyHostToDevice));
+    Check(cudaMemcpy(state.base.data, base.data(), bytes, cudaMemcpyHostToDevice));
+  }
+
+  float Time(int repeats, const std::function<void()>& run) {
+    cudaEvent_t start, stop;
+    Check(cudaEventCreate(&start));
+    Check(cudaEventCreate(&stop));
+    Check(cudaEventRecord(start, stream_));
+    for (int i = 0; i < repeats; ++i) run();
+    Check(cudaEventRecord(stop, stream_));
+    Check(cudaEventSynchronize(stop));
+    float time = 0;
+    Check(cudaEventElapsedTime(&time, start, stop));
+    Check(cudaEventDestroy(start));
+    Check(cudaEventDestroy(stop));
+    return time / repeats;
+  }
+  float Median(int repeats, const std::function<void()>& run) {
+    for (int i = 0; i < 2; ++i) run();
+    std::vector<float> times;
+    for (int i = 0; i < repeats; ++i) times.push_back(Time(1, run));
+    std::sort(times.begin(), times.end());
+    return times[repeats / 2];
+  }
+
+  Case case_;
+  std::vector<Sequence> sequences_;
+  Tensors tensors_;
+  Inputs inputs_;
+  TensorView o_;
+  cudaStream_t stream_ = nullptr;
+};
+
+void TimeSteps(const Case& c) {
+  StepTimer alike(c, Positions::kAlike);
+  const float single = alike.Single(), cycle = alike.Cycle(), graph = alike.Graph();
+  const double nodes = alike.node_bytes(), ring = alike.ring_bytes();
+  std::printf(
+      "%-11s step     B%-4lld at %-7lld H%lld K%lld V%lld  single %8.4f ms  cycle %8.4f ms  "
+      "graph %8.4f ms  nodes %.1f MB + ring %.1f MB: %.4f ms, single / that %.2f\n",
+      Name(c), (long long)c.B, (long long)c.T, (long long)c.H, (long long)c.K, (long long)c.V,
+      single, cycle, graph, nodes * 1e-6, ring * 1e-6, (nodes + ring) / 4.3e9,
+      single / ((nodes + ring) / 4.3e9));
+  std::fflush(stdout);
+}
+
+void TimeMixedSteps(const Case& c) {
+  StepTimer own(c, Positions::kOwn);
+  const float cycle = own.Cycle();
+  const double bytes = own.node_bytes() + own.ring_bytes();
+  std::printf(
+      "%-11s step     B%-4lld about %-7lld own positions  cycle %8.4f ms  "
+      "nodes + ring %.1f MB: %.4f ms, cycle / that %.2f\n",
+      Name(c), (long long)c.B, (long long)c.T, cycle, bytes * 1e-6, bytes / 4.3e9,
+      cycle / (bytes / 4.3e9));
+  std::fflush(stdout);
 }
 
 int Run(const std::string& filter) {
@@ -202,11 +323,17 @@ int Run(const std::string& filter) {
     if (wanted("gated_delta")) TimeCall({kDelta, 1, T, 24, 24, 128, 128}, "general");
   }
   if (!wanted("step")) return 0;
-  for (const std::int64_t T : {32768 + 64 * 21, (1 << 20) + 64 * 21}) {
-    for (const std::int64_t B : {1, 64, 512}) {
-      TimeStep({kScalar, B, T, 1, 48, 128, 64});
-      if (B <= 64) TimeStep({kDelta, B, T, 24, 24, 128, 128});
-    }
+  // 512 and 16,384 chunks, and 21 of them more: four live nodes each.
+  const auto scalar = [](std::int64_t B, std::int64_t T) {
+    return Case{kScalar, B, T + 64 * 21, 1, 48, 128, 64};
+  };
+  const auto delta = [](std::int64_t B, std::int64_t T) {
+    return Case{kDelta, B, T + 64 * 21, 24, 24, 128, 128};
+  };
+  for (const auto& make : {+scalar, +delta}) {
+    for (const std::int64_t B : {1, 8, 64, 512, 1024}) TimeSteps(make(B, 1 << 15));
+    for (const std::int64_t B : {1, 64, 512}) TimeSteps(make(B, 1 << 20));
+    for (const std::int64_t B : {64, 512}) TimeMixedSteps(make(B, 1 << 15));
   }
   return 0;
 }

@@ -40,8 +40,8 @@ void LaunchGrid(bool dependent, const char* name, void (*kernel)(Parameters...),
     throw Error(std::string(name) + ": expected at most 2^31 - 1 blocks, got " +
                 std::to_string(blocks) + "; split the call");
   }
-  // 48 KB need no asking, static shared memory (below 16 KB in every kernel) included.
-  constexpr std::size_t kDefaultSharedBytes = 32 << 10;
+  // 48 KB need no asking, static shared memory (below 20 KB in every kernel) included.
+  constexpr std::size_t kDefaultSharedBytes = 28 << 10;
   if (shared_bytes > kDefaultSharedBytes) {
     Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared_bytes)),

@@ -68,20 +68,51 @@ TEST_P(GeneralKernels, Saturates) {
   ExpectClose(support::CheckBackward(problem));
 }
 
-// Steps across folds of the ring, several tokens at a time too, against one call of the reference.
+// Steps across folds of the ring, several tokens at a time too, against one call of the reference:
+// rows that allow wide accesses and rows that do not, keys of more than one strip of 128.
 TEST_P(GeneralKernels, Steps) {
-  for (const bool saturate : {false, true}) {
-    for (const DType dtype : {DType::kFloat64, DType::kBFloat16}) {
-      ProblemSpec spec = Spec(GetParam(), dtype);
-      spec.B = 2, spec.T = 100, spec.G = 1, spec.H = 2, spec.K = 10, spec.V = 20;
-      spec.state_tokens = {64 * 7 + 60, 64 * 3};
-      spec.saturate = saturate;
-      if (saturate) spec.L = 9;
-      const auto problem = support::RandomProblem(spec, NextSeed());
-      SCOPED_TRACE(support::Describe(spec));
-      const reference::Result result =
-          support::RunSteps(problem.arguments, {1, 1, 40, 57, 1}, spec.options);
-      ExpectClose(support::Compare(problem, result, reference::Forward(problem.arguments)));
+  struct Shape {
+    DType dtype;
+    std::int64_t K, V;
+    bool saturate;
+  };
+  for (const auto& [dtype, K, V, saturate] :
+       {Shape{DType::kFloat64, 10, 20, false}, Shape{DType::kFloat64, 8, 8, true},
+        Shape{DType::kBFloat16, 10, 20, true}, Shape{DType::kBFloat16, 140, 36, false},
+        Shape{DType::kFloat16, 20, 8, false}, Shape{DType::kFloat32, 260, 8, false}}) {
+    ProblemSpec spec = Spec(GetParam(), dtype);
+    spec.B = 2, spec.T = 100, spec.G = 1, spec.H = 2, spec.K = K, spec.V = V;
+    spec.state_tokens = {64 * 7 + 60, 64 * 3};
+    spec.saturate = saturate;
+    if (saturate) spec.L = 9;
+    const auto problem = support::RandomProblem(spec, NextSeed());
+    SCOPED_TRACE(support::Describe(spec));
+    const reference::Result result =
+        support::RunSteps(problem.arguments, {1, 1, 40, 57, 1}, spec.options);
+    ExpectClose(support::Compare(problem, result, reference::Forward(problem.arguments)));
+  }
+}
+
+// Enough sequences for blocks of two and four tiles of columns: right, and bitwise what a sequence
+// alone gives, whose blocks have one tile.
+TEST_P(GeneralKernels, StepsOfManySequences) {
+  for (const std::int64_t V : {40, 72}) {
+    ProblemSpec spec = Spec(GetParam(), DType::kBFloat16);
+    spec.B = 66, spec.T = 3, spec.G = 1, spec.H = 4, spec.K = 8, spec.V = V;
+    for (std::int64_t b = 0; b < spec.B; ++b) spec.state_tokens.push_back(64 + 37 * b % 265);
+    spec.L = 10;
+    const auto problem = support::RandomProblem(spec, NextSeed());
+    SCOPED_TRACE(support::Describe(spec));
+    const std::vector<std::int64_t> sizes = {1, 2};
+    const reference::Result all = support::RunSteps(problem.arguments, sizes, spec.options);
+    ExpectClose(support::Compare(problem, all, reference::Forward(problem.arguments)));
+    for (const std::int64_t b : {0, 7, 65}) {
+      const auto alone =
+          support::RunSteps(support::SliceRow(problem.arguments, b), sizes, spec.options);
+      EXPECT_EQ(alone.o.data, support::Slice(all.o, 0, b, b + 1).data) << "row " << b;
+      EXPECT_EQ(alone.final_state.nodes.data,
+                support::Slice(all.final_state.nodes, 0, b, b + 1).data)
+          << "row " << b;
     }
   }
 }

@@ -1,265 +1,250 @@
 // Decoding: T new tokens for each sequence, token by token, on a state in place (state.h).
 //
-//   o[t] = sum over ring tokens s of level_scales[t, level(t, s)] weight[s] v[s]
-//        + sum over live nodes b of level_scales[t, level of b] S_b^T read
+//   o[t] = sum over ring tokens s of level_scales[t, level(t, s)] a(t, s) weight[s] v[s]
+//        + sum over live nodes b of level_scales[t, level of b] a(t) S_b^T read
 //
-// weight[s] and read [K] are what the transition makes of q[t], and so is Advance, which carries a
-// K x columns piece of a state over the tokens of a chunk when the ring is full and its oldest
-// chunk is folded into the nodes. Columns of V never mix: a block owns some columns of one head of
-// one sequence. The ring's k, g and beta are shared by blocks, so they are written at the very end
-// by the block of the sequence that finishes last; blocks count themselves in the upper half of the
-// sequence's position, which is below 2^32 otherwise, and the last one writes the new position over
-// it. So one launch does, and nothing has to be reset between launches.
+// weight[s] and read [K] are what the transition makes of q[t] and the ring's keys; a are decays,
+// as far as the transition has not applied them itself. A transition is
+//   kErases                      a token edits the state under its key before it writes
+//   Prepare(block, first, count) what Read and Fold need of ring blocks `first` and on
+//   Read(block, count, prepared) fills shared.weight and shared.read; `prepared` ring blocks are
+//                                as the token before left them. The caller synchronises.
+//   DecaysUpTo(i, count)         weight[i] lacks the decay from token i to this one
+//   kReadDecays                  read has its decay
+//
+// Columns of V never mix: a block owns some tiles of columns of one head of one sequence. The time
+// of a step is that of reading the nodes once: loads of 16 bytes, kLoadsInFlight of them in flight
+// in each thread. What comes before, the ring's keys, is repeated by the blocks of a head.
+//
+// One launch does, and nothing has to be reset between launches: blocks count themselves in the
+// upper half of their sequence's position, which is below 2^32 otherwise, and the last one writes
+// the new position over it. The ring's k, g and beta are shared by blocks. Where nothing is folded
+// the new tokens' slots are free, and each is written by one block; otherwise by the last block,
+// when all others have folded.
 #pragma once
 
-#include "cuda/general/problem.cuh"
+#include "cuda/general/step_fold.cuh"
 
 namespace fenwick::cuda::general {
 
-// A state that is updated.
-struct StepState {
-  Rows k, v, g, beta;  // rings
-  void* nodes;         // [N, H, slots, K, V]
-  int slots;
-  std::int64_t* position;  // [N]
-  std::int64_t* base;      // [N]
-};
-
-inline constexpr int kStepThreads = 128;
-static_assert(kStepThreads == kStateRing, "one thread a ring token");
-inline constexpr int kMaxKeySize = 512;
-// Columns of the tile that is folded at a time: 8 KB of shared memory at K = 128, so that folding,
-// which is rare, does not limit the blocks that are resident.
-inline constexpr int kFoldColumns = 16;
-
+// Bytes of StepBlock::scratch of a block of `columns` columns.
 template <typename T>
-struct StepMemory {
-  double sums[kStateRing];  // running sums of g from the base, see RingSums
-  T decay[kStateRing], beta[kStateRing];
-  T weight[kStateRing];  // of v of the ring's tokens
-  T read[kMaxKeySize];
-  T partial[kStepThreads];
-  double warp_sums[kStepThreads / 32];
-  unsigned arrived;
-};
+std::size_t ScratchBytes(int K, int columns) {
+  const std::size_t fold = FoldBytes<T>(K), partial = sizeof(T) * kStepWarps * columns;
+  return fold > partial ? fold : partial;
+}
 
-// The tokens that one block works on, and its place among the columns.
-template <typename T>
-struct StepBlock {
-  const Problem& problem;
-  StepMemory<T>& shared;
-  T* tile;    // [K, kFoldColumns] in shared memory
-  Span span;  // row j is the token at position base at entry + j
-  int head, group;
-  int v0, columns;    // first column, and how many threads stand side by side in a row
-  std::int64_t base;  // of the ring as it is now
-
-  __device__ int column() const { return threadIdx.x % columns; }
-  __device__ int lane() const { return threadIdx.x / columns; }
-  __device__ int lanes() const { return kStepThreads / columns; }
-  __device__ bool owns_column() const { return v0 + column() < problem.V; }
-  __device__ std::int64_t RowOf(std::int64_t position) const { return position - span.base; }
-
-  // Sum of x over the threads of a column, given to all of them.
-  __device__ T SumLanes(T x) const {
-    __syncthreads();
-    shared.partial[threadIdx.x] = x;
-    __syncthreads();
-    T sum = 0;
-    for (int i = 0; i < lanes(); ++i) sum += shared.partial[i * columns + column()];
-    return sum;
-  }
-
-  // Log decay of this thread's ring token, clamped as in gates.cuh; 0 for tokens from `count` on.
-  __device__ double Gate(int count) const {
-    if (threadIdx.x >= count) return 0;
-    const double g = LoadToken<T>(problem.g, span, RowOf(base + threadIdx.x), head);
-    return g > kLogZero ? g : kLogZero;
-  }
-
-  // shared.sums[i] = g[base] + ... + g[base + i] for i < count.
-  __device__ void RingSums(int count) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    double sum = Gate(count);
+// sum[i] += the ring's part of the thread's quad of columns in tile i. Tokens that do not exist
+// have weight zero.
+template <typename Access, int kTiles, typename T>
+__device__ inline void ReadRing(const StepBlock<T>& block, Quad<T> (&sum)[kTiles]) {
+  constexpr int kRows = kStateRing / kRowLanes<T>;
+  typename Access::Raw raw[kRows][kTiles];
+  const int width = block.problem.V - block.v0;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const double below = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += below;
+  for (int r = 0; r < kRows; ++r) {
+    const char* row = block.shared.value[block.lane() + r * kRowLanes<T>];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int column = Access::Column(tile * kTileColumns<T> + 4 * block.quad(), width);
+      raw[r][tile] = Access::Load(row, block.dtype(), column, width);
     }
-    __syncthreads();
-    if (lane == 31) shared.warp_sums[warp] = sum;
-    __syncthreads();
-    for (int w = 0; w < warp; ++w) sum += shared.warp_sums[w];
-    shared.sums[threadIdx.x] = sum;
-    __syncthreads();
   }
-
-  // shared.decay and beta of the ring's first `count` tokens.
-  __device__ void LoadFactors(int count) const {
-    const T decay = Exp<T>(Gate(count));
-    __syncthreads();
-    if (threadIdx.x < count) {
-      shared.decay[threadIdx.x] = decay;
-      shared.beta[threadIdx.x] = LoadToken<T>(problem.beta, span, RowOf(base + threadIdx.x), head);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const T weight = block.shared.weight[block.lane() + r * kRowLanes<T>];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      AddScaled(sum[tile], weight, Access::Expand(raw[r][tile]));
     }
-    __syncthreads();
   }
-
-  // A quad of the key of ring token i.
-  __device__ Quad<T> Key(int i, int column) const {
-    const RowAt row(problem.k, span, RowOf(base + i), group);
-    return LoadQuad<T>(row.rows->data, row.rows->dtype, row.offset + column, problem.K - column,
-                       row.rows->quads);
-  }
-};
-
-__device__ inline bool SlotIsLive(const Problem& problem, std::int64_t base, int slot) {
-  const std::int64_t chunk = base / kChunk;
-  return slot == problem.top_slot ? (chunk >> slot) != 0
-                                  : slot < problem.top_slot && (chunk >> slot) % 2 != 0;
 }
 
-// Folds the oldest chunk of the ring into the nodes of a block of kFoldColumns columns; the caller
-// moves the base on.
-template <typename Transition, typename T>
-__device__ inline void Fold(StepBlock<T>& block, T* nodes, int slots) {
-  const Problem& problem = block.problem;
-  const std::int64_t size = problem.state_size();
-  const int carry = __ffsll(block.base / kChunk + 1) - 1;  // trailing ones of the chunk's index
-  const int target = carry < problem.top_slot ? carry : problem.top_slot;
-  const auto element = [&](int slot, int k) -> T& {
-    return nodes[slot * size + static_cast<std::int64_t>(k) * problem.V + block.v0 +
-                 block.column()];
-  };
-  const auto each = [&](auto&& f) {
-    for (int k = block.lane(); k < problem.K; k += block.lanes()) {
-      f(k, block.tile[k * block.columns + block.column()]);
-    }
-  };
-  Transition::PrepareAdvance(block);
-  for (int slot = target; slot < slots; ++slot) {
-    const bool live = SlotIsLive(problem, block.base, slot);
-    if (slot != target && !live) continue;
-    each([&](int k, T& x) {
-      x = live && block.owns_column() ? element(slot, k) : T(0);
-      for (int merged = 0; slot == target && merged < target && block.owns_column(); ++merged) {
-        x += element(merged, k);
+// The same for the nodes [slots, K, V]: a thread goes through its rows of the live ones. Where it
+// has no more, its last row is read again, with weight zero.
+template <typename Access, int kTiles, int kRows, typename T>
+__device__ inline void ReadNodes(const StepBlock<T>& block, const T* nodes, std::uint64_t live,
+                                 Quad<T> (&sum)[kTiles]) {
+  const StepProblem& problem = block.problem;
+  int k = block.lane(), slot = __ffsll(live) - 1;
+  const T* row = nodes + slot * problem.state_size();
+  while (live != 0) {
+    Quad<T> x[kRows][kTiles];
+    T scale[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      while (k >= problem.K && live != 0) {
+        k -= problem.K;
+        live &= live - 1;
       }
-    });
-    Transition::Advance(block, /*write=*/slot == target);
-    if (block.owns_column()) each([&](int k, T& x) { element(slot, k) = x; });
+      scale[r] = 0;
+      if (live != 0) {
+        slot = __ffsll(live) - 1;
+        scale[r] = block.shared.node_scale[slot] * block.shared.read[k];
+        row = nodes + slot * problem.state_size() + static_cast<std::int64_t>(k) * problem.V;
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int column =
+            Access::Column(block.v0 + tile * kTileColumns<T> + 4 * block.quad(), problem.V);
+        x[r][tile] = Access::LoadNode(row, column, problem.V);
+      }
+      k += kRowLanes<T>;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) AddScaled(sum[tile], scale[r], x[r][tile]);
+    }
   }
 }
 
-// block = (sequence, head, `columns` columns of V).
-template <typename Transition, typename T>
-__global__ void __launch_bounds__(kStepThreads)
-    StepTokens(const __grid_constant__ Problem problem, const __grid_constant__ StepState state,
-               const __grid_constant__ Rows o, int columns) {
+// Adds up the threads of a column and stores them in the row o of the head.
+template <int kTiles, typename T>
+__device__ inline void StoreSums(const StepBlock<T>& block, Quad<T> (&sum)[kTiles], char* o) {
+  constexpr int kColumns = kTiles * kTileColumns<T>;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      T x = sum[tile].x[j];
+#pragma unroll
+      for (int mask = 16; mask >= kTileQuads<T>; mask /= 2) {
+        x += __shfl_xor_sync(0xffffffffu, x, mask);
+      }
+      if (threadIdx.x % 32 < kTileQuads<T>) {
+        block.scratch[threadIdx.x / 32 * kColumns + tile * kTileColumns<T> + 4 * block.quad() + j] =
+            x;
+      }
+    }
+  }
+  __syncthreads();
+  const int column = threadIdx.x;
+  if (column < kColumns && block.v0 + column < block.problem.V) {
+    T x = 0;
+#pragma unroll
+    for (int w = 0; w < kStepWarps; ++w) x += block.scratch[w * kColumns + column];
+    StoreElement(o, block.problem.o.dtype, block.v0 + column, x);
+  }
+}
+
+// Copies `bytes` of the new tokens' rows, from byte `first` on, into the ring.
+__device__ inline void Append(const StepProblem& problem, const StepTensor& tensor, int n, int head,
+                              std::int64_t position, int first, int bytes) {
+  const TokenFinder rows(tensor, n, head);
+  using Unit = std::uint16_t;  // no element is smaller
+#pragma unroll 1
+  for (std::int64_t j = 0; j < problem.tokens; ++j) {
+    auto* to = const_cast<char*>(rows.ring) +
+               (position + j) % kStateRing * tensor.ring_token_stride + first;
+#pragma unroll 1
+    for (int i = threadIdx.x * sizeof(Unit); i < bytes; i += kStepThreads * sizeof(Unit)) {
+      *reinterpret_cast<Unit*>(to + i) = *reinterpret_cast<const Unit*>(rows.New(j) + first + i);
+    }
+  }
+}
+
+// Of what the blocks of a sequence share, the part that comes with this head.
+__device__ inline void AppendShared(const StepProblem& problem, int n, int head,
+                                    std::int64_t position) {
+  const auto append = [&](const StepTensor& tensor, int at) {
+    Append(problem, tensor, n, at, position, 0, tensor.row_bytes);
+  };
+  if (head % problem.heads_per_group == 0) append(problem.k, head / problem.heads_per_group);
+  append(problem.g, head);
+  if (problem.beta.ring != nullptr) append(problem.beta, head);
+}
+
+// block = (sequence, head, kTiles tiles of columns).
+template <typename Transition, typename Access, int kTiles, int kBlocksPerSM>
+__global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
+    StepTokens(const __grid_constant__ StepProblem problem) {
+  using T = typename Access::Scalar;
+  constexpr int kColumns = kTiles * kTileColumns<T>;
+  constexpr int kLoadsInFlight = kTiles == 1 ? 16 : 8;
   __shared__ StepMemory<T> shared;
   FlatIndex index{blockIdx.x};
-  const int tiles = (problem.V + columns - 1) / columns;
-  const int v0 = index.Take(tiles) * columns;
-  const int h = index.Take(problem.H);
+  const int tiles = (problem.V + kColumns - 1) / kColumns;
+  const int v0 = index.Take(tiles) * kColumns;
+  const int head = index.Take(problem.H);
   const int n = static_cast<int>(index.rest);
-  auto* words = reinterpret_cast<unsigned*>(state.position + n);  // low, high
+  auto* words = reinterpret_cast<unsigned*>(problem.position + n);  // low, high
   const std::int64_t position = static_cast<const volatile unsigned*>(words)[0];
+  StepBlock<T> block{problem, shared, &SharedAs<T>(), n, head, v0, position, problem.base[n]};
+  T* nodes = static_cast<T*>(problem.nodes) + (static_cast<std::int64_t>(n) * problem.H + head) *
+                                                  problem.slots * problem.state_size();
+  const bool folds = block.old() + problem.tokens > kStateRing;
+  const unsigned blocks = static_cast<unsigned>(tiles * problem.H);  // of the sequence
+  unsigned arrived = 0;                                              // before this one
 
-  Span span;
-  span.sequence = n;
-  span.batch = n;
-  span.tokens = problem.geometry.tokens;
-  span.base = state.base[n];
-  span.ring_tokens = static_cast<int>(position - span.base);
-  StepBlock<T> block{problem, shared,  &SharedAs<T>(), span, h, h / problem.heads_per_group,
-                     v0,      columns, span.base};
-  T* nodes = static_cast<T*>(state.nodes) +
-             (static_cast<std::int64_t>(n) * problem.H + h) * state.slots * problem.state_size();
-
-  for (std::int64_t t = position; t < position + span.tokens; ++t) {
+  int prepared = 0;
+#pragma unroll 1
+  for (std::int64_t j = 0; j < problem.tokens; ++j) {
+    const std::int64_t t = position + j;
     if (t - block.base == kStateRing) {
-      for (int first = 0; first < columns; first += kFoldColumns) {
-        StepBlock<T> piece = block;
-        piece.v0 += first;
-        piece.columns = kFoldColumns;
-        if (piece.v0 < problem.V) Fold<Transition>(piece, nodes, state.slots);
-      }
+      Fold<Transition, Access>(block, nodes, kColumns);
       block.base += kChunk;
+      prepared = 0;
       __syncthreads();
     }
     const int count = static_cast<int>(t - block.base) + 1;
-    const std::int64_t row = block.RowOf(t);
-    Transition::Read(block, count);
+    const std::uint64_t live = LiveSlots(problem, block.base);
+    // The thread of a ring token, or of a live node, has its level scale.
+    const int slot = static_cast<int>(threadIdx.x) - kStateRing;
+    const bool has_token = threadIdx.x < count;
+    const bool has_node = slot >= 0 && slot < kMaxSlots && (live >> slot & 1) != 0;
+    T level_scale = 0;
+    if (has_token || has_node) {
+      const std::int64_t chunk = block.base / kChunk;
+      const std::int64_t source =
+          has_token ? block.base + threadIdx.x : (chunk >> slot << slot) * kChunk - 1;
+      level_scale =
+          LoadElement<T>(TokenFinder(problem.level_scales, n, head).New(j),
+                         problem.level_scales.dtype, SaturatedLevel(t, source, problem.L));
+    }
+    block.LoadRing(count);
+    // Behind a barrier: the whole block has read its sequence's position.
+    if (j == 0 && !folds && threadIdx.x == kStepThreads - 1) arrived = atomicAdd(words + 1, 1u);
+    Transition::template Read<Access>(block, count, prepared);
+    prepared = count / kTokenBlock;
     __syncthreads();
-    if (threadIdx.x < count) {
-      shared.weight[threadIdx.x] *= LoadToken<T>(problem.level_scales, span, row, h,
-                                                 LevelOf(problem, t, block.base + threadIdx.x));
+    if (threadIdx.x < kStateRing) {
+      T& weight = shared.weight[threadIdx.x];
+      const int until = Transition::DecaysUpTo(threadIdx.x, count);
+      weight = has_token ? weight * level_scale * Decay<T>(shared.sums, until, threadIdx.x) : T(0);
+    }
+    if (has_node) {
+      shared.node_scale[slot] =
+          Transition::kReadDecays ? level_scale : level_scale * Exp<T>(shared.sums[count - 1]);
     }
     __syncthreads();
-    T sum = 0;
-    if (block.owns_column()) {
-#pragma unroll 4
-      for (int i = block.lane(); i < count; i += block.lanes()) {
-        sum += shared.weight[i] *
-               LoadToken<T>(problem.v, span, block.RowOf(block.base + i), h, v0 + block.column());
-      }
-    }
-    for (int slot = 0; slot < state.slots; ++slot) {
-      if (!SlotIsLive(problem, block.base, slot) || !block.owns_column()) continue;
-      const std::int64_t last = ((block.base / kChunk) >> slot << slot) * kChunk - 1;
-      const T scale = LoadToken<T>(problem.level_scales, span, row, h, LevelOf(problem, t, last));
-      const T* node = nodes + slot * problem.state_size() + v0 + block.column();
-      T dot = 0;
-#pragma unroll 16
-      for (int k = block.lane(); k < problem.K; k += block.lanes()) {
-        dot += shared.read[k] * node[static_cast<std::int64_t>(k) * problem.V];
-      }
-      sum += scale * dot;
-    }
-    sum = block.SumLanes(sum);
-    if (block.lane() == 0 && block.owns_column()) {
-      StoreElement(o.data, o.dtype, o.Offset(n, t - position, h) + v0 + block.column(), sum);
-    }
+    Quad<T> sum[kTiles] = {};
+    ReadRing<Access>(block, sum);
+    ReadNodes<Access, kTiles, kLoadsInFlight / kTiles>(block, nodes, live, sum);
+    StoreSums(block, sum, const_cast<char*>(TokenFinder(problem.o, n, head).New(j)));
   }
 
-  const auto append = [&](const TokenRows& from, const Rows& ring, int head, int first, int width) {
-    for (std::int64_t i = threadIdx.x; i < span.tokens * width; i += kStepThreads) {
-      const std::int64_t t = position + i / width;
-      const int c = first + static_cast<int>(i % width);
-      StoreElement(ring.data, ring.dtype, ring.Offset(n, t % kStateRing, head) + c,
-                   LoadToken<T>(from, span, block.RowOf(t), head, c));
+  const int columns = problem.V - v0 < kColumns ? problem.V - v0 : kColumns;
+  const int bytes = ElementSize(problem.v.dtype);
+  Append(problem, problem.v, n, head, position, v0 * bytes, columns * bytes);
+  if (!folds) {
+    if (v0 == 0) AppendShared(problem, n, head, position);
+    if (threadIdx.x == kStepThreads - 1 && arrived + 1 == blocks) {
+      problem.position[n] = position + problem.tokens;
     }
-  };
-  append(problem.v, state.v, h, v0, problem.V - v0 < columns ? problem.V - v0 : columns);
+    return;
+  }
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) shared.arrived = atomicAdd(words + 1, 1u);
   __syncthreads();
-  if (shared.arrived + 1 != static_cast<unsigned>(tiles * problem.H)) return;
-  for (int group = 0; group < problem.H / problem.heads_per_group; ++group) {
-    append(problem.k, state.k, group, 0, problem.K);
-  }
-  for (int head = 0; head < problem.H; ++head) {
-    append(problem.g, state.g, head, 0, 1);
-    if (state.beta.data != nullptr) append(problem.beta, state.beta, head, 0, 1);
-  }
+  if (shared.arrived + 1 != blocks) return;
+#pragma unroll 1
+  for (int h = 0; h < problem.H; ++h) AppendShared(problem, n, h, position);
   if (threadIdx.x == 0) {
-    state.position[n] = position + span.tokens;
-    state.base[n] = block.base;
+    problem.position[n] = position + problem.tokens;
+    problem.base[n] = block.base;
   }
-}
-
-// Columns of a block: as many as still give 256 blocks, about two for each multiprocessor of a
-// large GPU. What a block does for its head before it reads columns is repeated by every block of
-// it.
-inline int StepColumns(std::int64_t sequences, const Problem& problem) {
-  int columns = 64;
-  while (columns > kFoldColumns &&
-         (sequences * problem.H * ((problem.V + columns - 1) / columns) < 256 ||
-          columns / 2 >= problem.V)) {
-    columns /= 2;
-  }
-  return columns;
 }
 
 }  // namespace fenwick::cuda::general

@@ -27,6 +27,8 @@ struct Fiber {
   jmp_buf resume;
   std::vector<char> stack;
   bool started = false, done = false;
+  const Barrier* waits = nullptr;  // at this barrier, for its generation to pass
+  std::uint64_t generation = 0;
 };
 
 ucontext_t g_unused;
@@ -43,7 +45,8 @@ void Yield() {
   if (_setjmp(g_fibers[g_current].resume) == 0) _longjmp(g_scheduler, 1);
 }
 
-void Resume(Fiber& fiber) {
+// This and Prepare are not inlined: nothing of a caller lives in registers that a jump restores.
+[[gnu::noinline]] void Resume(Fiber& fiber) {
   if (_setjmp(g_scheduler) != 0) return;
   if (fiber.started) _longjmp(fiber.resume, 1);
   fiber.started = true;
@@ -57,7 +60,11 @@ void Wait(Barrier& barrier, int expected) {
     ++barrier.generation;
     return;
   }
-  while (barrier.generation == generation) Yield();
+  Fiber& fiber = g_fibers[g_current];
+  fiber.waits = &barrier;
+  fiber.generation = generation;
+  Yield();
+  fiber.waits = nullptr;
 }
 
 void Enter() {
@@ -65,6 +72,17 @@ void Enter() {
   g_fibers[g_current].done = true;
   --g_live;
   _longjmp(g_scheduler, 1);
+}
+
+[[gnu::noinline]] void Prepare(Fiber& fiber) {
+  if (fiber.stack.empty()) fiber.stack.resize(kStackBytes);
+  fiber.started = fiber.done = false;
+  fiber.waits = nullptr;
+  getcontext(&fiber.entry);
+  fiber.entry.uc_stack.ss_sp = fiber.stack.data();
+  fiber.entry.uc_stack.ss_size = fiber.stack.size();
+  fiber.entry.uc_link = &g_unused;
+  makecontext(&fiber.entry, Enter, 0);
 }
 
 int LiveLanes() {
@@ -106,31 +124,20 @@ void Run(std::int64_t blocks, int threads, std::size_t shared_bytes,
     blockIdx = uint3{static_cast<unsigned>(block), 0, 0};
     g_block_barrier = Barrier{};
     g_live = threads;
-    for (int i = 0; i < threads; ++i) {
-      Fiber& fiber = g_fibers[i];
-      if (fiber.stack.empty()) fiber.stack.resize(kStackBytes);
-      fiber.started = fiber.done = false;
-      getcontext(&fiber.entry);
-      fiber.entry.uc_stack.ss_sp = fiber.stack.data();
-      fiber.entry.uc_stack.ss_size = fiber.stack.size();
-      fiber.entry.uc_link = &g_unused;
-      makecontext(&fiber.entry, Enter, 0);
-    }
+    for (int i = 0; i < threads; ++i) Prepare(g_fibers[i]);
     std::iota(order.begin(), order.end(), 0);
-    int turns_without_progress = 0;
     while (g_live > 0) {
-      const int live = g_live;
-      const std::uint64_t generation = g_block_barrier.generation;
+      bool progress = false;
       std::shuffle(order.begin(), order.end(), random);
       for (const int i : order) {
-        if (g_fibers[i].done) continue;
+        const Fiber& fiber = g_fibers[i];
+        if (fiber.done || (fiber.waits && fiber.waits->generation == fiber.generation)) continue;
+        progress = true;
         g_current = i;
         threadIdx = uint3{static_cast<unsigned>(i), 0, 0};
         Resume(g_fibers[i]);
       }
-      const bool progress = live != g_live || generation != g_block_barrier.generation;
-      turns_without_progress = progress ? 0 : turns_without_progress + 1;
-      if (turns_without_progress > 100000) throw std::logic_error("emulator: deadlock in a block");
+      if (!progress) throw std::logic_error("emulator: deadlock in a block");
     }
   }
 }

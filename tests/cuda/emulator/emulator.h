@@ -75,5 +75,13 @@ inline unsigned atomicAdd(unsigned* address, unsigned value) {
   *address += value;
   return old;
 }
+template <typename T>
+T __ldg(const T* address) {
+  return *address;
+}
+template <typename T>
+T __ldcs(const T* address) {
+  return *address;
+}
 inline int __ffsll(long long value) { return __builtin_ffsll(value); }
 inline int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
