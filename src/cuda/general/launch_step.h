@@ -47,11 +47,11 @@ void LaunchWideStep(const StepProblem& problem, cudaStream_t stream) {
     return columns / 2 < problem.V && blocks >= kEnoughBlocks;
   };
   if (pays(4)) {
-    LaunchStepBlocks<Transition, Wide<Storage>, 4, 3>(problem, stream);
+    LaunchStepBlocks<Transition, WideRows<Storage>, 4, 3>(problem, stream);
   } else if (pays(2)) {
-    LaunchStepBlocks<Transition, Wide<Storage>, 2, 4>(problem, stream);
+    LaunchStepBlocks<Transition, WideRows<Storage>, 2, 4>(problem, stream);
   } else {
-    LaunchStepBlocks<Transition, Wide<Storage>, 1, 2>(problem, stream);
+    LaunchStepBlocks<Transition, WideRows<Storage>, 1, 2>(problem, stream);
   }
 }
 
@@ -96,7 +96,7 @@ void LaunchStep(const Inputs& inputs, const TensorView& o, const Context& contex
       }
     }
   }
-  LaunchStepBlocks<Transition, Narrow<T>, 1, 1>(problem, stream);
+  LaunchStepBlocks<Transition, AnyRows<T>, 1, 1>(problem, stream);
 }
 
 }  // namespace fenwick::cuda::general

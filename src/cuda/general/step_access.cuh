@@ -1,7 +1,7 @@
 // How a decoding step reads and writes rows in memory, four neighbouring elements at a time: in one
-// access (Wide), or one by one (Narrow) where rows or widths are no multiples of four elements.
-// Wide is compiled for each storage type: a choice at run time between two loads would keep them
-// from being in flight together.
+// access (WideRows), or one by one (AnyRows) where rows or widths are no multiples of four
+// elements. WideRows is compiled for each storage type: a choice at run time between two loads
+// would keep them from being in flight together.
 //
 // Loads are not guarded: column = Column(c, width) names a quad that may be read for c >= width
 // too, though not what comes of it.
@@ -17,7 +17,7 @@ __device__ inline Quad<float> Widen(float4 x) { return {x.x, x.y, x.z, x.w}; }
 
 // Storage: float, __nv_bfloat16 or __half. Widths are multiples of four.
 template <typename Storage>
-struct Wide {
+struct WideRows {
   using Scalar = float;
   using Raw = std::conditional_t<sizeof(Storage) == 4, float4, uint2>;
 
@@ -59,7 +59,7 @@ struct Wide {
 
 // Any storage type; T is the arithmetic.
 template <typename T>
-struct Narrow {
+struct AnyRows {
   using Scalar = T;
   using Raw = Quad<T>;
 
