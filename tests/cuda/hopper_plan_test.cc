@@ -80,7 +80,9 @@ TEST(HopperPlan, CopiesLevelScalesWhereTheirRowsAreAligned) {
     call.inputs.level_scales = TensorView(call.inputs.q.data, dtype, {2, 1000, 48, L});
     return call.Forward()->scales_tile_heads;
   };
-  EXPECT_GT(tile_heads(DType::kBFloat16, 18), 0);
+  EXPECT_EQ(tile_heads(DType::kBFloat16, 18), 4);
+  EXPECT_EQ(tile_heads(DType::kBFloat16, 15), 4);
+  EXPECT_EQ(tile_heads(DType::kBFloat16, 33), 1);
   EXPECT_EQ(tile_heads(DType::kFloat32, 18), 0);
   EXPECT_EQ(tile_heads(DType::kBFloat16, 90), 0);  // too wide
   EXPECT_EQ(call.Backward()->forward.scales_tile_heads, 0);
@@ -89,6 +91,15 @@ TEST(HopperPlan, CopiesLevelScalesWhereTheirRowsAreAligned) {
   call.inputs.level_scales =
       TensorView(call.inputs.q.data, DType::kBFloat16, {2, T, H, L}, {T * row, row, L, 1});
   EXPECT_EQ(call.Forward()->scales_tile_heads, 0);
+}
+
+TEST(HopperPlan, LongCallsHaveItemsOfMoreHeads) {
+  const auto heads = [](std::int64_t T) {
+    return Call(2, T, 1, 48, 128, 64).Forward()->heads_per_block;
+  };
+  EXPECT_LT(heads(2048), heads(32768));
+  EXPECT_EQ(heads(131072), kMaxTilesPerItem);
+  EXPECT_EQ(Call(2, 8192, 16, 16, 128, 64).Forward()->heads_per_block, 1);
 }
 
 TEST(HopperPlan, PacksSequencesWithEmptyOnes) {
@@ -118,7 +129,7 @@ TEST(HopperPlan, HeadsRunInWholeOrEqualPartsOfAGroup) {
     ASSERT_TRUE(plan.has_value());
     const int heads_in_group = H / G, heads = plan->heads_per_pass;
     EXPECT_TRUE(heads % heads_in_group == 0 || heads_in_group % heads == 0) << G << " " << H;
-    EXPECT_LE(plan->heads_per_block * plan->value_tiles, kMaxTilesPerBlock);
+    EXPECT_LE(plan->heads_per_block * plan->value_tiles, kMaxTilesPerItem);
   }
 }
 

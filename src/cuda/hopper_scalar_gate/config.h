@@ -11,6 +11,9 @@ inline constexpr int kLogChunk = 7;
 // Levels whose sources lie inside a chunk: 0 .. kLogChunk.
 inline constexpr int kLocalLevels = kLogChunk + 1;
 
+inline constexpr int kWeightPitch = 2 * kChunk;     // bytes of a row of weights
+inline constexpr int kDecayBytes = 2 * kChunk * 4;  // of local_decay of a head and chunk
+
 // Columns of V handled at once; wider values are independent value tiles, narrower ones are padded
 // with zeros by the copy engine.
 inline constexpr int kValueTile = 64;
@@ -21,9 +24,16 @@ inline constexpr int kMaxNodes = 16;
 // Levels that level_scales may have: a tile of 128 tokens of them passes through shared memory.
 inline constexpr int kMaxLevels = 96;
 
-// Shared memory of the output kernel for level scales: two tiles of 148 columns (8 heads of 18
-// levels) in flight, or up to eight smaller ones.
-inline constexpr int kScalesBytes = 2 * 148 * 2 * kChunk;
+// Columns of a tile of level scales of `heads` heads of one chunk: it starts at a multiple of 16
+// bytes at or before the first head's.
+constexpr int TileColumns(int heads, int levels) {
+  const int columns = heads * levels;
+  return columns % 8 == 0 ? columns : (columns + 7 + 7) / 8 * 8;
+}
+
+// Shared memory of the output kernel for level scales: two such tiles of 4 heads and 18 levels (2
+// and 16 where keys are wide), or up to eight smaller ones.
+constexpr int ScalesBytes(int key_size) { return 2 * (key_size == 256 ? 40 : 72) * 2 * kChunk; }
 inline constexpr int kMaxScalesStages = 8;
 
 // Chunks in a segment, at most 2^kMaxLogSegment: one block merges a segment's tree in registers, a
@@ -35,9 +45,8 @@ inline constexpr int kMaxSegmentLevels = kMaxNodes - kMaxLogSegment;
 // Kernels that keep all of them in registers exist for few levels (T up to 128K) as well.
 inline constexpr int kFewSegmentLevels = 6;
 
-// Heads x value tiles that one output block serves at most. More blocks of fewer heads balance
-// better (chunks differ in the nodes they read); 16 was fastest of 6..48 at T = 8K and 32K.
-inline constexpr int kMaxTilesPerBlock = 16;
+// Heads x value tiles of one item of the output kernel at most.
+inline constexpr int kMaxTilesPerItem = 24;
 // In the backward each run of heads also writes a partial sum of dq and dk: fewer, longer runs. The
 // node kernel's blocks differ in their work, those of the local kernel do not.
 inline constexpr int kMaxNodeTilesPerBlock = 24;

@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(kDecayThreads)
     DecaysKernel(const __grid_constant__ ForwardParams p) {
   ptx::WaitForPreviousKernel();
   ptx::AllowNextKernel();
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.items_taken = 0;
   __shared__ float gates[kChunk][kDecayHeads + 1];
   const int blocks_per_chunk = DivideUp(p.num_heads, kDecayHeads);
   const int chunk = blockIdx.x / blocks_per_chunk;

@@ -52,6 +52,7 @@ ForwardParams SetUpForward(const ForwardPlan& plan, const ForwardWorkspace& w, c
   p.scales_batch_stride = inputs.level_scales.stride(0);
   p.scales_token_stride = inputs.level_scales.stride(1);
   p.scales_head_stride = inputs.level_scales.stride(2);
+  p.items_taken = reinterpret_cast<int*>(workspace + w.items_taken);
   p.local_decay = reinterpret_cast<float*>(workspace + w.local_decay);
   p.decay_to_end = workspace + w.decay_to_end;
   p.weights = reinterpret_cast<__nv_bfloat16*>(workspace + w.weights);
@@ -97,9 +98,10 @@ void Forward(const Inputs& inputs, const TensorView& o, const StateView& final_s
   maps.k = MapTensor(inputs.k, kChunk);
   maps.v = MapTensor(inputs.v, kChunk);
   if (params.o_mapped) maps.o = MapTensor(o, 16);
-  params.scales_tile_heads = plan.scales_tile_heads;
   if (plan.scales_tile_heads != 0) {
-    maps.scales = MapHeads(inputs.level_scales, kChunk, plan.scales_tile_heads);
+    params.scales_tile_heads = plan.scales_tile_heads;
+    params.scales_tile_columns = TileColumns(plan.scales_tile_heads, params.levels);
+    maps.scales = MapHeads(inputs.level_scales, kChunk, params.scales_tile_columns);
   }
 
   const int heads = static_cast<int>(inputs.v.size(2));

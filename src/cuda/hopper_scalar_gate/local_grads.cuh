@@ -13,7 +13,7 @@
 
 #include <cuda.h>
 
-#include "cuda/hopper_scalar_gate/local_scores.cuh"
+#include "cuda/hopper_scalar_gate/config.h"
 #include "cuda/hopper_scalar_gate/node_grads.cuh"
 #include "cuda/hopper_scalar_gate/store_rows.cuh"
 

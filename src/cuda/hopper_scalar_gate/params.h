@@ -44,18 +44,20 @@ struct ForwardParams {
   int value_tiles = 0;      // ceil(V / 64)
   int levels = 0;           // L
   int weight_rows = 0;      // W = kLocalLevels + nodes of the longest sequence
-  int heads_per_block = 0;  // output kernel
+  int heads_per_block = 0;  // of one item of the output kernel
   int multiprocessors = 0;
   // Heads whose level scales the output kernel copies at a time; 0: it reads `weights`.
   int scales_tile_heads = 0;
+  int scales_tile_columns = 0;
   float scale = 1.0f;
 
   const float* g = nullptr;  // [B, T, H]
   std::int64_t g_batch_stride = 0, g_token_stride = 0;
   const void* level_scales = nullptr;  // [B, T, H, L] E or float
   std::int64_t scales_batch_stride = 0, scales_token_stride = 0, scales_head_stride = 0;
-  void* o = nullptr;     // [B, T, H, V] E
-  bool o_mapped = true;  // the copy engine can write o
+  int* items_taken = nullptr;  // by the output kernel's blocks; zeroed by pass 0
+  void* o = nullptr;           // [B, T, H, V] E
+  bool o_mapped = true;        // the copy engine can write o
   std::int64_t o_batch_stride = 0, o_token_stride = 0, o_head_stride = 0;
 
   // log2 decay from the chunk's start through token t, then, for each t, the decay factor from t to

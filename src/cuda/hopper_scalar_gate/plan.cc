@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <climits>
-#include <numeric>
 
 #include "cuda/tile/mappable.h"
 
@@ -49,21 +48,41 @@ bool CutSequences(const Inputs& inputs, int log_segment, ForwardPlan& plan) {
   return true;
 }
 
-// Heads of a tile of level scales: the fewest that make rows of whole 16-byte groups, if the copy
-// engine can read them and two tiles fit.
-int ChooseScalesTileHeads(const TensorView& scales, DType dtype) {
+// Heads of a tile of level scales, a power of 2: as many as two tiles fit of, if the copy engine
+// can read them.
+int ChooseScalesTileHeads(const TensorView& scales, DType dtype, int key_size) {
   if (dtype != DType::kBFloat16 || scales.dtype != dtype) return 0;
-  const std::int64_t levels = scales.size(3);
-  const bool dense = scales.stride(3) == 1 && (scales.size(2) == 1 || scales.stride(2) == levels);
   TensorView rows = scales;
   rows.sizes[2] = 1;  // heads lie side by side
-  const std::int64_t heads = 8 / std::gcd(8, levels);
-  const std::int64_t columns = heads * levels;
-  if (!dense || !CanMapTensor(rows) || columns > kMaxTileColumns ||
-      2 * columns * 2 * kChunk > kScalesBytes) {
-    return 0;
+  const auto levels = static_cast<int>(scales.size(3));
+  if ((scales.size(2) > 1 && scales.stride(2) != levels) || !CanMapTensor(rows)) return 0;
+  for (int heads = 4; heads > 0; heads /= 2) {
+    if (2 * TileColumns(heads, levels) * 2 * kChunk <= ScalesBytes(key_size)) return heads;
   }
-  return static_cast<int>(heads);
+  return 0;
+}
+
+// Heads of one item of the output kernel: what is left to do when the first block runs out of items
+// against what every item costs, counted in products with a node.
+int ChooseHeadsPerItem(const ForwardPlan& plan, int heads_in_group, int groups) {
+  constexpr double kPerHead = 1.3;  // the chunk itself
+  constexpr double kPerItem = 5;    // scores, exchange of q; as measured at T = 2K to 128K
+  const int most_nodes = std::max(1, plan.weight_rows - kLocalLevels);
+  const double mean_nodes = std::max(1.0, most_nodes / 2.0);
+  int best = 1;
+  double best_cost = 0;
+  const int most = std::max(1, std::min(heads_in_group, kMaxTilesPerItem / plan.value_tiles));
+  for (int heads = 1; heads <= most; ++heads) {
+    const int tiles = heads * plan.value_tiles;
+    const double items =
+        static_cast<double>(DivideUp(heads_in_group, heads)) * groups * plan.layout.num_chunks;
+    const double largest = tiles * (most_nodes + kPerHead) + kPerItem;
+    const double share =
+        items * (tiles * (mean_nodes + kPerHead) + kPerItem) / plan.multiprocessors;
+    const double cost = std::max(largest, share + largest / 2);
+    if (heads == 1 || cost <= best_cost) best = heads, best_cost = cost;
+  }
+  return best;
 }
 
 }  // namespace
@@ -82,6 +101,7 @@ ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int
     place(w.sequence_of_chunk, sizeof(int) * plan.layout.num_chunks);
     place(w.sequence_of_segment, sizeof(int) * plan.layout.num_segments);
   }
+  place(w.items_taken, sizeof(int));
   place(w.local_decay, chunks * 2 * kChunk * 4);
   place(w.decay_to_end, chunks * kDecayToEndBytes);
   if (plan.scales_tile_heads == 0) place(w.weights, chunks * plan.weight_rows * kChunk * 2);
@@ -145,7 +165,8 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
   const int heads_in_group = heads / groups;
   const bool packed = !inputs.cu_seqlens.empty();
 
-  plan.scales_tile_heads = ChooseScalesTileHeads(inputs.level_scales, inputs.q.dtype);
+  plan.scales_tile_heads =
+      ChooseScalesTileHeads(inputs.level_scales, inputs.q.dtype, plan.key_size);
 
   // The longest segments that still give every multiprocessor several blocks.
   const std::int64_t blocks_per_segment =
@@ -159,9 +180,8 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
   });
   plan.workspace = PlaceForwardWorkspace(plan, packed, plan.heads_per_pass);
   const int heads_together = std::min(heads_in_group, plan.heads_per_pass);
-  plan.heads_per_block = ChooseHeadsPerBlock(heads_together, plan.heads_per_pass / heads_together,
-                                             plan.layout.num_chunks, plan.value_tiles,
-                                             multiprocessors, kMaxTilesPerBlock);
+  plan.heads_per_block =
+      ChooseHeadsPerItem(plan, heads_together, plan.heads_per_pass / heads_together);
 
   // Grids: everything runs along x.
   const std::int64_t tree_blocks = std::int64_t{plan.value_tiles} * plan.key_size * kValueTile /

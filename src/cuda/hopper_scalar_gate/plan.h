@@ -16,7 +16,8 @@ namespace fenwick::cuda::hopper {
 // Arrays of one call in the workspace, as byte offsets; every one a multiple of 256.
 struct ForwardWorkspace {
   std::size_t sequences = 0, sequence_of_chunk = 0, sequence_of_segment = 0;
-  std::size_t local_decay = 0, decay_to_end = 0, weights = 0, node_states = 0, node_decay = 0;
+  std::size_t items_taken = 0, local_decay = 0, decay_to_end = 0, weights = 0, node_states = 0,
+              node_decay = 0;
   std::size_t segment_states = 0, segment_decay = 0;
   std::size_t bytes = 0;
 };
@@ -28,7 +29,7 @@ struct ForwardPlan {
   int weight_rows = 0;
   int multiprocessors = 0;
   int heads_per_pass = 0;   // heads whose states are in the workspace at a time
-  int heads_per_block = 0;  // output kernel
+  int heads_per_block = 0;  // of one item of the output kernel, or of a block of the backward's
   // Heads whose level scales lie in one tile that the output kernel can copy from the tensor; 0:
   // the weights are a pass of their own.
   int scales_tile_heads = 0;

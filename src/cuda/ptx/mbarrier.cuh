@@ -27,6 +27,17 @@ __device__ __forceinline__ void BarrierArrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// One arrival for the whole, converged warp.
+__device__ __forceinline__ void BarrierArriveOnce(std::uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "@elected mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}" ::"r"(barrier)
+      : "memory");
+}
+
 // Returns once the phase of the given parity has completed.
 __device__ __forceinline__ void BarrierWait(std::uint32_t barrier, std::uint32_t parity) {
   asm volatile(

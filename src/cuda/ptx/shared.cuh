@@ -46,6 +46,26 @@ __device__ __forceinline__ void StoreSharedU32(std::uint32_t shared, std::uint32
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
+// One 16-bit element, in both halves of a register.
+__device__ __forceinline__ std::uint32_t LoadSharedTwice16(std::uint32_t shared) {
+  std::uint32_t r;
+  asm volatile(
+      "{\n"
+      ".reg .b16 h;\n"
+      "ld.shared.b16 h, [%1];\n"
+      "mov.b32 %0, {h, h};\n"
+      "}"
+      : "=r"(r)
+      : "r"(shared));
+  return r;
+}
+
+// The low half of a register.
+__device__ __forceinline__ void StoreSharedU16(std::uint32_t shared, std::uint32_t x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(static_cast<std::uint16_t>(x))
+               : "memory");
+}
+
 // Rounds to bfloat16.
 __device__ __forceinline__ void StoreSharedBF16(std::uint32_t shared, float x) {
   asm volatile(

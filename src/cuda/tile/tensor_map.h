@@ -12,8 +12,8 @@ namespace fenwick::cuda {
 // Elements outside the view read as zero and are not written.
 CUtensorMap MapTensor(const TensorView& view, int rows);
 
-// Tiles of [rows][heads * width] elements as they lie in memory, of a view whose heads lie without
-// gaps; coordinates are (head * width, 0, token, batch), the first one 16 bytes' worth at least.
-CUtensorMap MapHeads(const TensorView& view, int rows, int heads);
+// Tiles of [rows][columns] elements as they lie in memory, of a view whose heads lie without gaps;
+// coordinates are (head * width + column, 0, token, batch), the first one a multiple of 8.
+CUtensorMap MapHeads(const TensorView& view, int rows, int columns);
 
 }  // namespace fenwick::cuda
