@@ -8,7 +8,7 @@
 
 namespace fenwick::cuda {
 
-inline constexpr std::int64_t kMapAlignment = 16;     // bytes, of base and strides
+inline constexpr std::int64_t kMapAlignment = 16;  // bytes, of base and strides
 
 // `view` has four axes; a view whose memory does not exist yet has a null base.
 inline bool CanMapTensor(const TensorView& view) {

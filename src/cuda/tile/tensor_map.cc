@@ -66,7 +66,8 @@ CUtensorMap MapTensor(const TensorView& view, int rows) {
 CUtensorMap MapHeads(const TensorView& view, int rows, int columns) {
   return Encode(view, {Size(view, 2) * Size(view, 3), 1, Size(view, 1), Size(view, 0)},
                 {kMapAlignment, StrideBytes(view, 1), StrideBytes(view, 0)},
-                {static_cast<cuuint32_t>(columns), 1, static_cast<cuuint32_t>(rows), 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                {static_cast<cuuint32_t>(columns), 1, static_cast<cuuint32_t>(rows), 1},
+                CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 }  // namespace fenwick::cuda
