@@ -58,6 +58,13 @@ def text_run(tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def mqar_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("mqar") / "run"
+    train("mqar", out, f"{MQAR} --min-lr 0.2")
+    return out
+
+
 @pytest.mark.parametrize(
     "command",
     ["", "info", "verify", "train", "train mqar", "train text", "eval", "generate", "bench"],
@@ -131,9 +138,8 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, model):
     }
 
 
-def test_learning_rate_warms_up_and_decays(tmp_path):
-    train("mqar", tmp_path / "run", f"{MQAR} --min-lr 0.2")
-    rates = [lr for _, (_, lr, _) in sorted(losses(tmp_path / "run").items())]
+def test_learning_rate_warms_up_and_decays(mqar_run):
+    rates = [lr for _, (_, lr, _) in sorted(losses(mqar_run).items())]
     expected = [2.5e-3, 5e-3, 7.5e-3]  # of 4 steps of warm-up; then half a cosine over 8 more
     expected += [1e-2 * (0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * i / 8))) for i in range(9)]
     assert rates == pytest.approx(expected)
@@ -212,9 +218,8 @@ def test_every_model_trains_and_generates(tmp_path, model):
     assert len(succeed(["generate", out, "--prompt", "ab", "--tokens", 5])) == 8
 
 
-def test_generate_refuses_a_run_of_another_task(tmp_path):
-    train("mqar", tmp_path / "run", f"{MQAR} --stop-at 1")
-    result = run(f"generate {tmp_path}/run --prompt a")
+def test_generate_refuses_a_run_of_another_task(mqar_run):
+    result = run(f"generate {mqar_run} --prompt a")
     assert result.returncode == 2
     assert "train text" in result.stderr.decode()
 
