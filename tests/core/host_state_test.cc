@@ -11,6 +11,8 @@
 namespace fenwick {
 namespace {
 
+using testing::ErrorOf;
+
 StateSpec SmallSpec(Transition transition = Transition::kGatedDelta) {
   return {.transition = transition,
           .num_sequences = 3,
@@ -63,16 +65,6 @@ void ExpectSameRow(const StateView& a, std::int64_t n, const StateView& b, std::
   EXPECT_EQ(RowBytes(a.nodes, n), RowBytes(b.nodes, m));
   EXPECT_EQ(RowBytes(a.position, n), RowBytes(b.position, m));
   EXPECT_EQ(RowBytes(a.base, n), RowBytes(b.base, m));
-}
-
-template <typename F>
-std::string ErrorOf(F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
 }
 
 TEST(HostStateTest, StartsEmpty) {

@@ -9,9 +9,12 @@
 #include <vector>
 
 #include "fenwick/ops.h"
+#include "support/testing.h"
 
 namespace fenwick {
 namespace {
+
+using testing::ErrorOf;
 
 constexpr std::int64_t kB = 2, kT = 5, kG = 2, kH = 4, kK = 3, kV = 6, kL = 9;
 
@@ -69,15 +72,6 @@ class ValidateTest : public ::testing::Test {
     return TensorView(floats_.data(), dtype, sizes);
   }
 
-  template <typename F>
-  std::string ErrorOf(F&& f) {
-    try {
-      f();
-    } catch (const Error& e) {
-      return e.what();
-    }
-    return "no error";
-  }
   std::string InputsError() {
     return ErrorOf([&] { ValidateInputs(inputs_, Device::kCPU); });
   }

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "fenwick/error.h"
 #include "support/problem.h"
 
 namespace fenwick::testing {
@@ -30,6 +31,17 @@ inline std::uint64_t Seed() {
 inline std::uint64_t NextSeed() {
   static std::uint64_t count = 0;
   return Seed() + 0x9e3779b97f4a7c15ull * ++count;
+}
+
+// What the Error that f() throws says.
+template <typename F>
+std::string ErrorOf(F&& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "no error";
 }
 
 // One failure for each tensor whose error is above its tolerance.
