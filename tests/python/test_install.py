@@ -1,6 +1,7 @@
 """The wheel stands alone; an import that cannot work says what to do."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,19 @@ def python(code: str, *arguments: str, path: Path, cwd: Path, **variables: str):
         env={**env, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True, text=True, cwd=cwd, timeout=300,
     )  # fmt: skip
+
+
+def test_one_version_everywhere():
+    found = {
+        "pyproject.toml": r'^version = "(.+)"',
+        "python/fenwick_attention/__init__.py": r'^__version__ = "(.+)"',
+        "CMakeLists.txt": r"^project\(fenwick VERSION (\S+)",
+    }
+    versions = {
+        name: re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)[1]
+        for name, pattern in found.items()
+    }
+    assert len(set(versions.values())) == 1, versions
 
 
 def test_wheel_stands_alone(tmp_path):

@@ -222,6 +222,35 @@ def test_what_users_of_transformers_expect(kind, tmp_path):
     assert torch.equal(model(ids).logits[..., :50], logits)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_models_compile_as_one_graph(kind):
+    model = tiny(kind).train()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for T in (40, 33, 70):
+        ids = torch.randint(1, 50, (2, T))
+        leaves = list(model.parameters())
+        loss, expected = compiled(ids, labels=ids).loss, model(ids, labels=ids).loss
+        assert torch.allclose(loss, expected)
+        grads = torch.autograd.grad(loss, leaves)
+        for a, b in zip(grads, torch.autograd.grad(expected, leaves), strict=True):
+            assert relative_error(a, b) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_decoding(kind):
+    model = tiny(kind)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ids = torch.randint(1, 50, (2, 76))
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = model(ids[:, :70], use_cache=True)[models.modeling._CACHE_FIELD]
+        for t in range(70, 76):
+            logits = compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits
+            assert relative_error(logits[:, 0], expected[:, t]) <= 1e-5
+
+
 def test_a_foreign_cache_is_refused():
     model, ids = tiny("mamba2"), torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="past_key_values: expected a fenwick_attention.Cache"):
