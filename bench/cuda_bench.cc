@@ -214,6 +214,7 @@ class StepTimer {
     Check(cudaGraphInstantiate(&executable, graph, 0));
     const auto replay = [&] { Check(cudaGraphLaunch(executable, stream_)); };
     replay();
+    Reset();
     const float time = Time(1, replay) / kStateChunk;
     Check(cudaGraphExecDestroy(executable));
     Check(cudaGraphDestroy(graph));

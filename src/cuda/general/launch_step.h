@@ -7,9 +7,9 @@
 
 namespace fenwick::cuda::general {
 
-// Blocks that fill a large GPU's multiprocessors twice. Fewer and wider blocks repeat less of what
+// About one for each multiprocessor of a large GPU. Fewer and wider blocks repeat less of what
 // precedes the nodes.
-inline constexpr std::int64_t kEnoughBlocks = 264;
+inline constexpr std::int64_t kEnoughBlocks = 132;
 
 inline StepTensor MakeStepTensor(const TensorView& call, const TensorView& ring) {
   StepTensor tensor;

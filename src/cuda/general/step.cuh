@@ -99,6 +99,32 @@ __device__ inline void ReadNodes(const StepBlock<T>& block, const T* nodes, std:
   }
 }
 
+// Brings the first rows that ReadNodes will read into the L2 cache, 128 bytes an access, while the
+// ring is worked on: as many as there is room for, if all resident blocks do so.
+template <int kTiles, typename T>
+__device__ inline void PrefetchNodes(const StepBlock<T>& block, const T* nodes,
+                                     std::uint64_t live) {
+  const StepProblem& problem = block.problem;
+  constexpr int kPieces = kTiles * kTileColumns<T> * static_cast<int>(sizeof(T)) / 128;  // of a row
+  if constexpr (kPieces > 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = threadIdx.x + i * kStepThreads;
+      int k = at / kPieces;
+      const int column = block.v0 + at % kPieces * kTileColumns<T>;
+      std::uint64_t rest = live;
+      while (k >= problem.K && rest != 0) {
+        k -= problem.K;
+        rest &= rest - 1;
+      }
+      if (rest != 0 && column < problem.V) {
+        Prefetch(nodes + (__ffsll(rest) - 1) * problem.state_size() +
+                 static_cast<std::int64_t>(k) * problem.V + column);
+      }
+    }
+  }
+}
+
 // Adds up the threads of a column and stores them in the row o of the head.
 template <int kTiles, typename T>
 __device__ inline void StoreSums(const StepBlock<T>& block, Quad<T> (&sum)[kTiles], char* o) {
@@ -128,31 +154,38 @@ __device__ inline void StoreSums(const StepBlock<T>& block, Quad<T> (&sum)[kTile
   }
 }
 
-// Copies `bytes` of the new tokens' rows, from byte `first` on, into the ring.
+// Copies `bytes` of the new tokens' rows of `heads` heads, from byte `first` on, into the ring.
 __device__ inline void Append(const StepProblem& problem, const StepTensor& tensor, int n, int head,
-                              std::int64_t position, int first, int bytes) {
-  const TokenFinder rows(tensor, n, head);
+                              int heads, std::int64_t position, int first, int bytes) {
   using Unit = std::uint16_t;  // no element is smaller
+  const TokenFinder rows(tensor, n, head);
+  const int units = bytes / static_cast<int>(sizeof(Unit));
 #pragma unroll 1
   for (std::int64_t j = 0; j < problem.tokens; ++j) {
-    auto* to = const_cast<char*>(rows.ring) +
+    char* to = const_cast<char*>(rows.ring) +
                (position + j) % kStateRing * tensor.ring_token_stride + first;
+    const char* from = rows.New(j) + first;
 #pragma unroll 1
-    for (int i = threadIdx.x * sizeof(Unit); i < bytes; i += kStepThreads * sizeof(Unit)) {
-      *reinterpret_cast<Unit*>(to + i) = *reinterpret_cast<const Unit*>(rows.New(j) + first + i);
+    for (int i = threadIdx.x; i < heads * units; i += kStepThreads) {
+      const int h = i / units, at = i % units * static_cast<int>(sizeof(Unit));
+      *reinterpret_cast<Unit*>(to + h * tensor.row_bytes + at) =
+          __ldg(reinterpret_cast<const Unit*>(from + h * tensor.head_stride + at));
     }
   }
 }
 
-// Of what the blocks of a sequence share, the part that comes with this head.
-__device__ inline void AppendShared(const StepProblem& problem, int n, int head,
+// Of what the blocks of a sequence share, the part that comes with `heads` heads.
+__device__ inline void AppendShared(const StepProblem& problem, int n, int head, int heads,
                                     std::int64_t position) {
-  const auto append = [&](const StepTensor& tensor, int at) {
-    Append(problem, tensor, n, at, position, 0, tensor.row_bytes);
+  const auto append = [&](const StepTensor& tensor, int at, int count) {
+    Append(problem, tensor, n, at, count, position, 0, tensor.row_bytes);
   };
-  if (head % problem.heads_per_group == 0) append(problem.k, head / problem.heads_per_group);
-  append(problem.g, head);
-  if (problem.beta.ring != nullptr) append(problem.beta, head);
+  const int groups = (heads + problem.heads_per_group - 1) / problem.heads_per_group;
+  if (head % problem.heads_per_group == 0) {
+    append(problem.k, head / problem.heads_per_group, groups);
+  }
+  append(problem.g, head, heads);
+  if (problem.beta.ring != nullptr) append(problem.beta, head, heads);
 }
 
 // block = (sequence, head, kTiles tiles of columns).
@@ -163,19 +196,16 @@ __global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
   constexpr int kColumns = kTiles * kTileColumns<T>;
   constexpr int kLoadsInFlight = kTiles == 1 ? 16 : 8;
   __shared__ StepMemory<T> shared;
-  FlatIndex index{blockIdx.x};
-  const int tiles = (problem.V + kColumns - 1) / kColumns;
-  const int v0 = index.Take(tiles) * kColumns;
-  const int head = index.Take(problem.H);
-  const int n = static_cast<int>(index.rest);
+  const unsigned tiles = (problem.V + kColumns - 1) / kColumns, row = blockIdx.x / tiles;
+  const int v0 = blockIdx.x % tiles * kColumns, head = row % problem.H, n = row / problem.H;
   auto* words = reinterpret_cast<unsigned*>(problem.position + n);  // low, high
   const std::int64_t position = static_cast<const volatile unsigned*>(words)[0];
   StepBlock<T> block{problem, shared, &SharedAs<T>(), n, head, v0, position, problem.base[n]};
   T* nodes = static_cast<T*>(problem.nodes) + (static_cast<std::int64_t>(n) * problem.H + head) *
                                                   problem.slots * problem.state_size();
   const bool folds = block.old() + problem.tokens > kStateRing;
-  const unsigned blocks = static_cast<unsigned>(tiles * problem.H);  // of the sequence
-  unsigned arrived = 0;                                              // before this one
+  const unsigned blocks = tiles * problem.H;  // of the sequence
+  unsigned arrived = 0;                       // before this one
 
   int prepared = 0;
 #pragma unroll 1
@@ -193,6 +223,7 @@ __global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
     const int slot = static_cast<int>(threadIdx.x) - kStateRing;
     const bool has_token = threadIdx.x < count;
     const bool has_node = slot >= 0 && slot < kMaxSlots && (live >> slot & 1) != 0;
+    PrefetchNodes<kTiles>(block, nodes, live);
     T level_scale = 0;
     if (has_token || has_node) {
       const std::int64_t chunk = block.base / kChunk;
@@ -226,22 +257,17 @@ __global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
 
   const int columns = problem.V - v0 < kColumns ? problem.V - v0 : kColumns;
   const int bytes = ElementSize(problem.v.dtype);
-  Append(problem, problem.v, n, head, position, v0 * bytes, columns * bytes);
-  if (!folds) {
-    if (v0 == 0) AppendShared(problem, n, head, position);
-    if (threadIdx.x == kStepThreads - 1 && arrived + 1 == blocks) {
-      problem.position[n] = position + problem.tokens;
-    }
-    return;
+  Append(problem, problem.v, n, head, 1, position, v0 * bytes, columns * bytes);
+  int first_head = head, heads = v0 == 0 ? 1 : 0;
+  if (folds) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == kStepThreads - 1) shared.arrived = arrived = atomicAdd(words + 1, 1u);
+    __syncthreads();
+    first_head = 0, heads = shared.arrived + 1 == blocks ? problem.H : 0;
   }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) shared.arrived = atomicAdd(words + 1, 1u);
-  __syncthreads();
-  if (shared.arrived + 1 != blocks) return;
-#pragma unroll 1
-  for (int h = 0; h < problem.H; ++h) AppendShared(problem, n, h, position);
-  if (threadIdx.x == 0) {
+  if (heads > 0) AppendShared(problem, n, first_head, heads, position);
+  if (threadIdx.x == kStepThreads - 1 && arrived + 1 == blocks) {
     problem.position[n] = position + problem.tokens;
     problem.base[n] = block.base;
   }

@@ -32,6 +32,14 @@ struct WideRows {
       return {First(raw.x), Second(raw.x), First(raw.y), Second(raw.y)};
     }
   }
+  __device__ static float LoadOne(const void* row, DType /*dtype*/, int column) {
+    const Storage x = static_cast<const Storage*>(row)[column];
+    if constexpr (sizeof(Storage) == 4) {
+      return x;
+    } else {
+      return Convert(reinterpret_cast<const std::uint16_t&>(x));
+    }
+  }
   // Nodes are read once in a step: they need not stay in the caches.
   __device__ static Quad<float> LoadNode(const float* row, int column, int /*width*/) {
     return Widen(__ldcs(reinterpret_cast<const float4*>(row + column)));
@@ -68,12 +76,22 @@ struct AnyRows {
     return LoadQuadSlowly<T>(row, dtype, column, width - column);
   }
   __device__ static Quad<T> Expand(const Raw& raw) { return raw; }
+  __device__ static T LoadOne(const void* row, DType dtype, int column) {
+    return LoadElement<T>(row, dtype, column);
+  }
   __device__ static Quad<T> LoadNode(const T* row, int column, int width) {
     Quad<T> quad{};
     for (int j = 0; j < 4 && column + j < width; ++j) quad.x[j] = row[column + j];
     return quad;
   }
 };
+
+// Asks for the 128 bytes around an address to be brought into the L2 cache.
+__device__ inline void Prefetch([[maybe_unused]] const void* address) {
+#if !defined(FENWICK_EMULATE)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
 
 template <typename T>
 __device__ inline T Dot(const Quad<T>& a, const Quad<T>& b, T sum) {

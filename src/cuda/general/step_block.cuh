@@ -123,6 +123,9 @@ struct StepBlock {
       shared.key[i] = TokenFinder(problem.k, n, group()).At(token, base, old());
       shared.value[i] =
           TokenFinder(problem.v, n, head).At(token, base, old()) + v0 * ElementSize(dtype());
+      // The walks over keys and values begin later.
+      for (int at = 0; at < problem.k.row_bytes; at += 128) Prefetch(shared.key[i] + at);
+      Prefetch(shared.value[i]);
       const double g = LoadElement<T>(TokenFinder(problem.g, n, head).At(token, base, old()),
                                       problem.g.dtype, 0);
       if (i < count) sum = g > kLogZero ? g : kLogZero;
