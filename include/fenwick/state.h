@@ -59,7 +59,7 @@ constexpr int NumSlots(std::int64_t base) {
 // two nodes or more: just after a power of two one more than NumSlots.
 constexpr int NumStepSlots(std::int64_t base, std::int64_t position) {
   const std::int64_t next = NextBase(base, position);
-  const bool merging = next > 2 * kStateChunk && position - next > kStateChunk;
+  const bool merging = next / kStateChunk > 2 && position - next > kStateChunk;
   return NumSlots(merging ? next + kStateChunk : next);
 }
 

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -114,8 +115,10 @@ inline void CheckConv(Device device, const ConvCase& test, DType dtype, double t
   support::MemoryOf(device).Synchronize();
   ExpectClose("y", y_out.Values(), y, tolerance);
   ExpectClose("dx", x_gradient.Values(), dx, tolerance);
-  ExpectClose("dweight", w_gradient.Values(), dw, tolerance);
-  ExpectClose("dbias", b_gradient.Values(), db, tolerance);
+  // Sums over all tokens, with SPEC.md's allowance for their number.
+  const double sum_tolerance = tolerance * std::sqrt(std::max(1.0, std::log(B * T)));
+  ExpectClose("dweight", w_gradient.Values(), dw, sum_tolerance);
+  ExpectClose("dbias", b_gradient.Values(), db, sum_tolerance);
   if (!initial.given()) return;
   ExpectClose("dinitial", s_gradient.Values(), d_initial, tolerance);
   ExpectClose("final state", state.Values(), final_state, tolerance);
