@@ -7,9 +7,10 @@ rule. bfloat16 on random data; medians with the L2 cache flushed before each cal
 cannot run a length is reported with its error.
 
     FENWICK_TORCH_LIBRARY=build/gpu/lib/libfenwick_torch.so python bench/compare.py --out FILE.json
-    python bench/compare.py --plot FILE.json --figure docs/figures/speed_h200.png
+    python bench/compare.py --plot FILE.json ... --figure docs/figures/speed_h200.png
 
-The first form measures (a CUDA build and a GPU), the second draws (matplotlib).
+The first form measures (a CUDA build and a GPU). The second draws (matplotlib) such files and those
+of bench/hopper_scalar_gate; a file whose context has a "note" is drawn with hollow markers.
 """
 
 import argparse
@@ -176,35 +177,42 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def measure(clock: Clock, case: Case, copy_rate: float) -> dict[str, float]:
-    """ms forward and forward + backward, the floors of their tensors moved once, peak memory."""
+def failure(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+
+
+def measure(clock: Clock, case: Case, copy_rate: float) -> dict[str, object]:
+    """ms forward and forward + backward, the floors of their tensors moved once, peak memory. A
+    backward that fails leaves the forward's figures and `both_error`."""
     with torch.no_grad():
         begin = time.perf_counter()
-        o = case.call(*case.inputs)
+        d_o = torch.randn_like(case.call(*case.inputs))
         torch.cuda.synchronize()
         first = time.perf_counter() - begin
         forward = clock.median(lambda: case.call(*case.inputs))
+    moved = bytes_of([*case.inputs, d_o])
+    result: dict[str, object] = {
+        "forward_ms": forward,
+        "forward_floor_ms": moved / copy_rate * 1e3,
+        "first_call_s": first,
+    }
     leaves = [t.detach().requires_grad_() for t in case.inputs]
-    d_o = torch.randn_like(o)
-    del o
 
     def both() -> object:
         return torch.autograd.grad(case.call(*leaves), leaves, d_o)
 
-    both()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    base = torch.cuda.memory_allocated() - clock.flush.numel()
-    training = clock.median(both)
-    peak = torch.cuda.max_memory_allocated() - clock.flush.numel()
-    moved = bytes_of([*case.inputs, d_o])
-    return {
-        "forward_ms": forward,
-        "both_ms": training,
-        "forward_floor_ms": moved / copy_rate * 1e3,
+    try:
+        both()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated() - clock.flush.numel()
+        result["both_ms"] = clock.median(both)
+        peak = torch.cuda.max_memory_allocated() - clock.flush.numel()
+    except Exception as error:
+        return result | {"both_error": failure(error)}
+    return result | {
         # Inputs twice, o, d_o and the gradients once.
         "both_floor_ms": (3 * moved - bytes_of([d_o])) / copy_rate * 1e3,
-        "first_call_s": first,
         "peak_gib": peak / 2**30,
         # Beside inputs and d_o, o, and gradients of the inputs.
         "workspace_gib": max(0, peak - base - moved) / 2**30,
@@ -221,16 +229,16 @@ def device_rates(clock: Clock) -> dict[str, float]:
 
 
 def first_call() -> float:
-    """Seconds to load the operators and run forward + backward at T = 2,048, torch's and the
-    device's own start taken out."""
-    torch.zeros(8, 8, device="cuda") @ torch.zeros(8, 8, device="cuda")
+    """Seconds to load the operators and run forward + backward at T = 2,048; the start of torch, of
+    the device, and of what makes the inputs taken out."""
+    case = log_linear()(2048)
+    leaves = [t.requires_grad_() for t in case.inputs]
+    d_o = torch.randn_like(leaves[2])
+    torch.autograd.grad((leaves[2] * 2).sum(), leaves[2])
     torch.cuda.synchronize()
     begin = time.perf_counter()
     load_operators()
-    case = log_linear()(2048)
-    leaves = [t.requires_grad_() for t in case.inputs]
-    o = case.call(*leaves)
-    torch.autograd.grad(o, leaves, torch.ones_like(o))
+    torch.autograd.grad(case.call(*leaves), leaves, d_o)
     torch.cuda.synchronize()
     return time.perf_counter() - begin
 
@@ -266,9 +274,9 @@ def extra_cases() -> dict[str, Callable[[], Case]]:
 
 def attempt(clock: Clock, make: Callable[[], Case], copy_rate: float) -> dict[str, object]:
     try:
-        return dict(measure(clock, make(), copy_rate))
+        return measure(clock, make(), copy_rate)
     except Exception as error:  # A peer that fails is a finding, not the end of the run.
-        return {"error": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
+        return {"error": failure(error)}
     finally:
         gc.collect()
         torch.cuda.empty_cache()
@@ -277,15 +285,20 @@ def attempt(clock: Clock, make: Callable[[], Case], copy_rate: float) -> dict[st
 def line(name: str, result: dict[str, object], reference: dict[str, object] | None = None) -> str:
     if "error" in result:
         return f"  {name:<62} {result['error']}"
-    text = (
-        f"  {name:<62} {result['forward_ms']:9.3f} {result['both_ms']:9.3f}"
-        f"  {result['forward_floor_ms']:7.3f} {result['both_floor_ms']:7.3f}"
-        f"  {result['peak_gib']:6.1f} {result['workspace_gib']:6.1f}  {result['first_call_s']:6.1f}"
-    )
-    if reference and "error" not in reference:
-        text += f"  x{result['forward_ms'] / reference['forward_ms']:<6.1f}"
-        text += f" x{result['both_ms'] / reference['both_ms']:.1f}"
-    return text
+
+    def number(key: str, layout: str) -> str:
+        return (
+            format(result[key], layout) if key in result else "-".rjust(int(layout.split(".")[0]))
+        )
+
+    text = f"  {name:<62} {number('forward_ms', '9.3f')} {number('both_ms', '9.3f')}"
+    text += f"  {number('forward_floor_ms', '7.3f')} {number('both_floor_ms', '7.3f')}"
+    text += f"  {number('peak_gib', '6.1f')} {number('workspace_gib', '6.1f')}"
+    text += f"  {number('first_call_s', '6.1f')}"
+    for key, layout in (("forward_ms", "<7.1f"), ("both_ms", ".1f")):
+        if reference and key in reference and key in result:
+            text += f"  x{result[key] / reference[key]:{layout}}"
+    return text + (f"  {result['both_error']}" if "both_error" in result else "")
 
 
 HEADER = (
@@ -359,7 +372,26 @@ def compare(
             save(results)
 
 
-def plot(results: dict, path: Path) -> None:
+def points_of(results: dict, name: str, key: str) -> list[tuple[int, float]]:
+    """(T, ms) of one contender in a file of this script or of bench/hopper_scalar_gate."""
+    if "times" in results:
+        prefix = "H 48 K 128 V 64 T "
+        return [
+            (
+                int(row["case"].removeprefix(prefix)),
+                row["forward_ms"] + (key == "both_ms") * row["backward_ms"],
+            )
+            for row in results["times"]
+            if name == "fenwick" and row["case"].startswith(prefix) and row["case"][-3:] != "191"
+        ]
+    return [
+        (row["tokens"], row["contenders"][name][key])
+        for row in results["lengths"]
+        if key in row["contenders"].get(name, {})
+    ]
+
+
+def plot(files: list[dict], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -375,25 +407,34 @@ def plot(results: dict, path: Path) -> None:
         "fla_delta": ("#999999", "--", "s"),
     }
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+    ticks: set[int] = set()
     for axis, key, title in zip(axes, ["forward_ms", "both_ms"], ["forward", "forward + backward"]):
         for name, (label, _, _) in CONTENDERS.items():
-            points = [
-                (row["tokens"], row["contenders"][name][key])
-                for row in results["lengths"]
-                if key in row["contenders"].get(name, {})
-            ]
-            if points:
-                color, dash, marker = styles[name]
-                axis.loglog(*zip(*points), color=color, ls=dash, marker=marker, ms=4, label=label)
-        axis.set_title(f"{title}, ms ({results['context']['device']}, bfloat16)", fontsize=10)
+            color, dash, marker = styles[name]
+            style = {"color": color, "marker": marker, "ms": 4}
+            # Of several measurements of one length the last file's counts.
+            points: dict[int, tuple[float, bool]] = {}
+            for results in files:
+                hollow = "note" in results.get("context", {})
+                for tokens, ms in points_of(results, name, key):
+                    points[tokens] = (ms, hollow)
+            if not points:
+                continue
+            curve = sorted((tokens, ms) for tokens, (ms, _) in points.items())
+            ticks.update(tokens for tokens, _ in curve)
+            axis.loglog(*zip(*curve), color=color, ls=dash, lw=1.2, label=label)
+            for tokens, (ms, hollow) in points.items():
+                axis.loglog(tokens, ms, ls="", mfc="white" if hollow else color, **style)
+        axis.set_title(f"{title}, ms, one H200, bfloat16", fontsize=10)
         axis.set_xlabel("tokens", fontsize=9)
         axis.set_xscale("log", base=2)
-        ticks = [row["tokens"] for row in results["lengths"]]
-        axis.set_xticks(ticks, [f"{t // 1024}K" if t < 1 << 20 else f"{t >> 20}M" for t in ticks])
         axis.grid(True, which="major", lw=0.4, alpha=0.6)
-        axis.minorticks_off()
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
+    for axis in axes:
+        names = [f"{t // 1024}K" if t < 1 << 20 else f"{t >> 20}M" for t in sorted(ticks)]
+        axis.set_xticks(sorted(ticks), names)
+        axis.minorticks_off()
     axes[0].legend(fontsize=7.5, frameon=False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -410,14 +451,12 @@ def main() -> None:
         "--no-extras", action="store_true", help="leave out ragged, packed, 1M, ..."
     )
     parser.add_argument("--out", type=Path, help="write the figures here (JSON)")
-    parser.add_argument(
-        "--plot", type=Path, help="draw the figures of this JSON instead of measuring"
-    )
+    parser.add_argument("--plot", type=Path, nargs="+", help="draw these files, measure nothing")
     parser.add_argument("--first-call", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--figure", type=Path, default=ROOT / "docs/figures/speed.png")
     args = parser.parse_args()
     if args.plot:
-        plot(json.loads(args.plot.read_text()), args.figure)
+        plot([json.loads(file.read_text()) for file in args.plot], args.figure)
         return
     if not torch.cuda.is_available():
         parser.error("no CUDA device: bench/compare_cpu.py is for the CPU")

@@ -97,6 +97,7 @@ TEST_P(ModelOnCuda, BFloat16) {
   ModelConfig config = SmallConfig(GetParam());
   config.head_dim = 64;
   config.state_size = 64;
+  config.expand = 8;  // Mamba-2: four heads of 64
   auto [cpu, cuda] = Pair(config, torch::kBFloat16);
   const torch::NoGradGuard no_grad;
   const torch::Tensor ids = RandomTokens(2, 400, config);

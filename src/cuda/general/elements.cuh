@@ -166,7 +166,7 @@ __device__ inline RawQuad<T> Raw(const Quad<T>& quad, DType dtype) {
     using S = decltype(zero);
     S x[4];
     for (int j = 0; j < 4; ++j) x[j] = Narrow<S>(quad.x[j]);
-    memcpy(&raw, x, sizeof(x));
+    memcpy(static_cast<void*>(&raw), x, sizeof(x));
   });
   return raw;
 }
@@ -176,7 +176,7 @@ __device__ inline Quad<T> Widen(const RawQuad<T>& raw, DType dtype) {
   Quad<T> quad;
   WithStorage<T>(dtype, [&](auto zero) {
     decltype(zero) x[4];
-    memcpy(x, &raw, sizeof(x));
+    memcpy(static_cast<void*>(x), &raw, sizeof(x));
 #pragma unroll
     for (int j = 0; j < 4; ++j) quad.x[j] = Widen<T>(x[j]);
   });

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/launch.h"
 #include "fenwick/error.h"
 
 namespace fenwick::cuda {
@@ -33,12 +34,22 @@ CUtensorMap Encode(const TensorView& view, const cuuint64_t (&sizes)[4],
                    CUtensorMapSwizzle swizzle) {
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      Encoder()(&map,
-                view.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                4, view.data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return Encoder()(&map,
+                     view.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                     4, view.data, sizes, strides, box, element_strides,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // Not yet used by the runtime, this thread (of an autograd engine, say) has no context.
+    int device = 0;
+    Check(cudaGetDevice(&device), "cudaGetDevice");
+    Check(cudaSetDevice(device), "cudaSetDevice");
+    result = encode();
+  }
   if (result != CUDA_SUCCESS) {
     throw Error("cuTensorMapEncodeTiled failed with " + std::to_string(static_cast<int>(result)));
   }
