@@ -10,4 +10,4 @@ if grep -E 'C75(0[89]|1[0-9]|20)' build/cuda-check/build.log; then
   echo "check_cuda: ptxas serialised wgmma or ignored setmaxnreg (see above)" >&2
   exit 1
 fi
-ctest --test-dir build/cuda-check --output-on-failure -L plan
+ctest --test-dir build/cuda-check --output-on-failure --parallel "$(nproc)" -L plan

@@ -45,6 +45,9 @@ class PropertyTest : public ::testing::TestWithParam<Target> {
     spec.G = Uniform(1, 2);
     spec.H = spec.G * Uniform(1, 3);
     spec.K = OneOf<std::int64_t>({1, 3, 8, 16, 24, 31, 40, 64, 65});
+    // With one key dimension the delta rule's transition is the number 1 - beta k^2: where beta k^2
+    // is near 1, what is left of a state has no bounded relative error in any float type.
+    if (spec.transition == Transition::kGatedDelta) spec.K = std::max<std::int64_t>(spec.K, 3);
     spec.V = OneOf<std::int64_t>({1, 2, 8, 16, 20, 33, 64, 72});
     std::int64_t sequences;
     if (Uniform(0, 1)) {
