@@ -206,8 +206,7 @@ __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
   }
 
   ptx::RaiseRegisters<240>();
-  const int warpgroup = warp_in_block / 4, warp = warp_in_block % 4;
-  const TileOfGroup at = PlaceOfTile(p, group, 2 * pair + warpgroup);
+  const TileOfGroup at = PlaceOfTile(p, group, 2 * pair + warp_in_block / 4);
   switch (nodes) {
     case 1: return SumReads<Element, 1>(b, place, at, segment, part, count, full, empty, shared);
     case 2: return SumReads<Element, 2>(b, place, at, segment, part, count, full, empty, shared);
