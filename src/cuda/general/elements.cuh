@@ -26,79 +26,6 @@ struct alignas(4 * sizeof(T)) Quad {
   T x[4];
 };
 
-template <typename T>
-__device__ inline T LoadElement(const void* data, DType dtype, std::int64_t i) {
-  if constexpr (sizeof(T) == 8) {
-    return static_cast<const double*>(data)[i];
-  } else {
-    switch (dtype) {
-      case DType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
-      case DType::kFloat16: return __half2float(static_cast<const __half*>(data)[i]);
-      default: return static_cast<const float*>(data)[i];
-    }
-  }
-}
-
-template <typename T>
-__device__ inline void StoreElement(void* data, DType dtype, std::int64_t i, T value) {
-  if constexpr (sizeof(T) == 8) {
-    static_cast<double*>(data)[i] = value;
-  } else {
-    switch (dtype) {
-      case DType::kBFloat16:
-        static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value);
-        break;
-      case DType::kFloat16: static_cast<__half*>(data)[i] = __float2half_rn(value); break;
-      default: static_cast<float*>(data)[i] = value;
-    }
-  }
-}
-
-// Elements i .. i+3, of which the first `count` exist (the rest read as zero), one by one. Out of
-// line: it runs at ragged edges only, and inlined everywhere it would be most of the code.
-template <typename T>
-__device__ FENWICK_NOINLINE Quad<T> LoadQuadSlowly(const void* data, DType dtype, std::int64_t i,
-                                                   int count) {
-  Quad<T> quad{};
-  for (int j = 0; j < 4 && j < count; ++j) quad.x[j] = LoadElement<T>(data, dtype, i + j);
-  return quad;
-}
-
-// The same; `aligned` says that i and the tensor allow one wide access where count >= 4.
-template <typename T>
-__device__ inline Quad<T> LoadQuad(const void* data, DType dtype, std::int64_t i, int count,
-                                   bool aligned) {
-  if (count <= 0) return Quad<T>{};
-  if (!aligned || count < 4) return LoadQuadSlowly<T>(data, dtype, i, count);
-  Quad<T> quad;
-  if constexpr (sizeof(T) == 8) {
-    const double2* from = reinterpret_cast<const double2*>(static_cast<const double*>(data) + i);
-    const double2 a = from[0], b = from[1];
-    quad.x[0] = a.x, quad.x[1] = a.y, quad.x[2] = b.x, quad.x[3] = b.y;
-  } else if (dtype == DType::kFloat32) {
-    const float4 a = *reinterpret_cast<const float4*>(static_cast<const float*>(data) + i);
-    quad.x[0] = a.x, quad.x[1] = a.y, quad.x[2] = a.z, quad.x[3] = a.w;
-  } else {
-    const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const std::uint16_t*>(data) + i);
-    const std::uint16_t raw[4] = {
-        static_cast<std::uint16_t>(bits.x), static_cast<std::uint16_t>(bits.x >> 16),
-        static_cast<std::uint16_t>(bits.y), static_cast<std::uint16_t>(bits.y >> 16)};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (dtype == DType::kBFloat16) {
-        __nv_bfloat16_raw value;
-        value.x = raw[j];
-        quad.x[j] = __bfloat162float(__nv_bfloat16(value));
-      } else {
-        __half_raw value;
-        value.x = raw[j];
-        quad.x[j] = __half2float(__half(value));
-      }
-    }
-  }
-  return quad;
-}
-
 // Calls f(S()) with the storage type S of `dtype`: what f reads or writes through S* has no branch
 // inside, so that its loads are in flight together.
 template <typename T, typename F>
@@ -134,6 +61,32 @@ __device__ inline S Narrow(T x) {
   } else {
     return x;
   }
+}
+
+template <typename T>
+__device__ inline T LoadElement(const void* data, DType dtype, std::int64_t i) {
+  T value;
+  WithStorage<T>(dtype,
+                 [&](auto zero) { value = Widen<T>(static_cast<const decltype(zero)*>(data)[i]); });
+  return value;
+}
+
+template <typename T>
+__device__ inline void StoreElement(void* data, DType dtype, std::int64_t i, T value) {
+  WithStorage<T>(dtype, [&](auto zero) {
+    using S = decltype(zero);
+    static_cast<S*>(data)[i] = Narrow<S>(value);
+  });
+}
+
+// Elements i .. i+3, of which the first `count` exist (the rest read as zero), one by one. Out of
+// line: it runs at ragged edges only, and inlined everywhere it would be most of the code.
+template <typename T>
+__device__ FENWICK_NOINLINE Quad<T> LoadQuadSlowly(const void* data, DType dtype, std::int64_t i,
+                                                   int count) {
+  Quad<T> quad{};
+  for (int j = 0; j < 4 && j < count; ++j) quad.x[j] = LoadElement<T>(data, dtype, i + j);
+  return quad;
 }
 
 // Bytes of an element.

@@ -7,6 +7,7 @@
 // too, though not what comes of it.
 #pragma once
 
+#include <cstring>
 #include <type_traits>
 
 #include "cuda/general/elements.cuh"
@@ -26,42 +27,16 @@ struct WideRows {
     return __ldg(reinterpret_cast<const Raw*>(static_cast<const Storage*>(row) + column));
   }
   __device__ static Quad<float> Expand(Raw raw) {
-    if constexpr (sizeof(Storage) == 4) {
-      return Widen(raw);
-    } else {
-      return {First(raw.x), Second(raw.x), First(raw.y), Second(raw.y)};
-    }
+    Storage x[4];
+    memcpy(static_cast<void*>(x), &raw, sizeof(x));
+    return {Widen<float>(x[0]), Widen<float>(x[1]), Widen<float>(x[2]), Widen<float>(x[3])};
   }
   __device__ static float LoadOne(const void* row, DType /*dtype*/, int column) {
-    const Storage x = static_cast<const Storage*>(row)[column];
-    if constexpr (sizeof(Storage) == 4) {
-      return x;
-    } else {
-      return Convert(reinterpret_cast<const std::uint16_t&>(x));
-    }
+    return Widen<float>(static_cast<const Storage*>(row)[column]);
   }
   // Nodes are read once in a step: they need not stay in the caches.
   __device__ static Quad<float> LoadNode(const float* row, int column, int /*width*/) {
     return Widen(__ldcs(reinterpret_cast<const float4*>(row + column)));
-  }
-
- private:
-  __device__ static float First(unsigned pair) {
-    return Convert(static_cast<std::uint16_t>(pair & 0xffffu));
-  }
-  __device__ static float Second(unsigned pair) {
-    return Convert(static_cast<std::uint16_t>(pair >> 16));
-  }
-  __device__ static float Convert(std::uint16_t bits) {
-    if constexpr (std::is_same_v<Storage, __half>) {
-      __half_raw raw;
-      raw.x = bits;
-      return __half2float(__half(raw));
-    } else {
-      __nv_bfloat16_raw raw;
-      raw.x = bits;
-      return __bfloat162float(__nv_bfloat16(raw));
-    }
   }
 };
 
