@@ -45,8 +45,12 @@ Problem RandomProblem(const ProblemSpec& spec, std::uint64_t seed);
 // "gated_delta B2 T65 G1 H2 K16 V8 ...", enough to find the case again.
 std::string Describe(const ProblemSpec& spec);
 
-// ||out - ref|| / ||ref||; infinite where shapes differ or out is not finite, 0 where both vanish.
-double RelativeError(const reference::Tensor& out, const reference::Tensor& ref);
+// Norms below this are taken as this: results of a gate of exp(-90) are near float32's smallest.
+inline constexpr double kNormFloor = 1e-30;
+
+// ||out - ref|| / max(||ref||, norm_floor); infinite where shapes differ or out is not finite.
+double RelativeError(const reference::Tensor& out, const reference::Tensor& ref,
+                     double norm_floor = kNormFloor);
 // What SPEC.md allows for `options.dtype`.
 double Tolerance(const RunOptions& options, std::int64_t tokens, bool gradient);
 
