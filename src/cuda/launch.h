@@ -25,8 +25,21 @@ void Launch(const char* /*name*/, void (*kernel)(Parameters...), std::int64_t bl
   emulator::Run(blocks, threads, shared_bytes, [&] { kernel(Parameters(arguments)...); });
 }
 
+template <typename... Parameters, typename... Arguments>
+void LaunchDependent(const char* name, void (*kernel)(Parameters...), std::int64_t blocks,
+                     int threads, std::size_t shared_bytes, cudaStream_t stream,
+                     Arguments&&... arguments) {
+  Launch(name, kernel, blocks, threads, shared_bytes, stream,
+         std::forward<Arguments>(arguments)...);
+}
+
 inline void ZeroAsync(void* data, std::size_t bytes, cudaStream_t /*stream*/) {
   if (bytes > 0) std::memset(data, 0, bytes);
+}
+
+inline void CopyToDeviceAsync(void* to, const void* from, std::size_t bytes,
+                              cudaStream_t /*stream*/) {
+  std::memcpy(to, from, bytes);
 }
 #else
 // Launches `kernel` on a one-dimensional grid (x is the only axis without the 65,535 limit).
@@ -82,6 +95,11 @@ void LaunchDependent(const char* name, void (*kernel)(Parameters...), std::int64
 
 inline void ZeroAsync(void* data, std::size_t bytes, cudaStream_t stream) {
   if (bytes > 0) Check(cudaMemsetAsync(data, 0, bytes, stream), "cudaMemsetAsync");
+}
+
+// `from` is pageable host memory: it may change once this returns.
+inline void CopyToDeviceAsync(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
+  Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
 }
 #endif
 

@@ -9,32 +9,15 @@
 #include "cuda/hopper.h"
 #include "cuda/hopper_scalar_gate/plan.h"
 #include "cuda/tile/mappable.h"
+#include "fake_call.h"
 
 namespace fenwick::cuda::hopper {
 namespace {
 
 constexpr int kMultiprocessors = 132;
 
-// A call on memory that is never touched.
-struct Call {
-  std::vector<std::int64_t> cu_seqlens;
-  Inputs inputs;
-  Gradients gradients;
-
-  Call(std::int64_t B, std::int64_t T, std::int64_t G, std::int64_t H, std::int64_t K,
-       std::int64_t V, DType dtype = DType::kBFloat16) {
-    const auto address = reinterpret_cast<void*>(std::uintptr_t{1} << 20);
-    inputs.q = TensorView(address, dtype, {B, T, G, K});
-    inputs.k = inputs.q;
-    inputs.v = TensorView(address, dtype, {B, T, H, V});
-    inputs.g = TensorView(address, DType::kFloat32, {B, T, H});
-    inputs.level_scales = TensorView(address, dtype, {B, T, H, NumLevels(T)});
-    gradients.q = inputs.q;
-    gradients.k = inputs.k;
-    gradients.v = inputs.v;
-    gradients.g = inputs.g;
-    gradients.level_scales = inputs.level_scales;
-  }
+struct Call : testing::FakeCall {
+  using FakeCall::FakeCall;
   std::optional<ForwardPlan> Forward() const {
     return MakeForwardPlan(inputs, {}, kMultiprocessors);
   }

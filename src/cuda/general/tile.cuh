@@ -14,6 +14,7 @@
 
 #include "cuda/general/elements.cuh"
 #include "cuda/general/entries.h"
+#include "cuda/ptx/shared.cuh"
 
 namespace fenwick::cuda::general {
 
@@ -35,12 +36,7 @@ static_assert(kStage == kTile * kOuterPitch);
 // The block's dynamic shared memory as one struct; kernels are launched with sizeof(Shared) bytes.
 template <typename Shared>
 __device__ inline Shared& SharedAs() {
-#if defined(FENWICK_EMULATE)
-  return *reinterpret_cast<Shared*>(emulator::SharedMemory());
-#else
-  extern __shared__ __align__(32) unsigned char fenwick_shared_memory[];
-  return *reinterpret_cast<Shared*>(fenwick_shared_memory);
-#endif
+  return *reinterpret_cast<Shared*>(ptx::DynamicShared());
 }
 
 // Two stages of each operand; one in float64, where two would leave too little of sm_86's 99 KB.

@@ -164,8 +164,7 @@ __global__ void __launch_bounds__(ChunkStatesShape<kWarpgroups>::kThreads,
                       const __grid_constant__ CUtensorMap v_map,
                       const __grid_constant__ ForwardParams p, int items) {
   using Shape = ChunkStatesShape<kWarpgroups>;
-  extern __shared__ char raw[];
-  const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
+  const std::uint32_t shared = FirstTile();
   const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kStages;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {

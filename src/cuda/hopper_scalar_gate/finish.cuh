@@ -88,7 +88,7 @@ __device__ __forceinline__ float4 LocalDecays(const ForwardParams& p, std::size_
 template <typename Scale>
 __global__ void __launch_bounds__(kWeightThreads)
     ScaleGradsKernel(const __grid_constant__ BackwardParams b) {
-  extern __shared__ __align__(16) char tile[];
+  char* tile = reinterpret_cast<char*>(ptx::DynamicShared());
   ptx::AllowNextKernel();
   const ForwardParams& p = b.forward;
   constexpr int kHeads = WeightHeads<Scale>();

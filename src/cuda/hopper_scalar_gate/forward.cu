@@ -15,8 +15,7 @@ namespace {
 
 template <typename T>
 void CopyToDevice(void* to, const std::vector<T>& from, cudaStream_t stream) {
-  Check(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
-        "copy of the packed batch's tables");
+  CopyToDeviceAsync(to, from.data(), from.size() * sizeof(T), stream);
 }
 
 template <typename Element>

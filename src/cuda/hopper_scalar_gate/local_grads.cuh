@@ -158,8 +158,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
   using E = Element;
   const ForwardParams& p = b.forward;
   ptx::AllowNextKernel();
-  extern __shared__ char raw[];
-  const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
+  const std::uint32_t shared = FirstTile();
   const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kStages;
   const std::uint32_t cross_full = empty + 8 * Shape::kStages, cross_empty = cross_full + 16;
   const std::uint32_t query = cross_empty + 16;

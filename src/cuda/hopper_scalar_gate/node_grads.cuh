@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
   using Shape = NodeGradsShape;
   const ForwardParams& p = b.forward;
   ptx::AllowNextKernel();
-  extern __shared__ char raw[];
-  const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
+  const std::uint32_t shared = FirstTile();
   const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kNodeStages;
   const std::uint32_t head_full = empty + 8 * Shape::kNodeStages;
   const std::uint32_t head_empty = head_full + 8 * Shape::kHeadStages;

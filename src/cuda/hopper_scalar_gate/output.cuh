@@ -263,8 +263,7 @@ __global__ void __launch_bounds__(OutputShape<kKeySize>::kThreads, 1)
                  const __grid_constant__ ForwardParams p, int num_items) {
   using Shape = OutputShape<kKeySize>;
   ptx::AllowNextKernel();
-  extern __shared__ char raw[];
-  const std::uint32_t shared = (ptx::SharedAddress(raw) + 1023) & ~1023u;
+  const std::uint32_t shared = FirstTile();
   const OutputBarriers<kKeySize> barriers(shared);
   if (threadIdx.x == 0) barriers.Init();
   __syncthreads();

@@ -79,7 +79,7 @@ __device__ __forceinline__ void LoadScales(const ForwardParams& p, const ChunkPl
 template <typename Scale>
 __global__ void __launch_bounds__(kWeightThreads)
     WeightsKernel(const __grid_constant__ ForwardParams p) {
-  extern __shared__ __align__(16) char scales[];
+  char* scales = reinterpret_cast<char*>(ptx::DynamicShared());
   __shared__ float gaps[8][kMaxNodes];
   __shared__ float decays[8][kChunk];  // a[t]
   __shared__ int row_levels[kLocalLevels + kMaxNodes];

@@ -5,10 +5,6 @@
 
 namespace fenwick::cuda::ptx {
 
-__device__ __forceinline__ std::uint32_t SharedAddress(const void* pointer) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 __device__ __forceinline__ void BarrierInit(std::uint32_t barrier, std::uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }

@@ -1,9 +1,19 @@
-// Loads from 32-bit shared addresses (generic pointers held in structs cost registers).
+// Dynamic shared memory, and accesses by 32-bit shared addresses (generic pointers held in structs
+// cost registers).
 #pragma once
 
 #include <cstdint>
 
 namespace fenwick::cuda::ptx {
+
+// The block's dynamic shared memory: as many bytes as the launch asks for.
+__device__ __forceinline__ unsigned char* DynamicShared() {
+  extern __shared__ __align__(32) unsigned char fenwick_dynamic_shared[];
+  return fenwick_dynamic_shared;
+}
+__device__ __forceinline__ std::uint32_t DynamicSharedAddress() {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(DynamicShared()));
+}
 
 __device__ __forceinline__ float LoadSharedF32(std::uint32_t shared) {
   float r;

@@ -10,6 +10,11 @@
 
 namespace fenwick::cuda {
 
+// First tile in the block's dynamic shared memory, of which kernels ask for 1,024 bytes more.
+__device__ __forceinline__ std::uint32_t FirstTile() {
+  return (ptx::DynamicSharedAddress() + 1023) & ~1023u;
+}
+
 constexpr int kTileColumns = 64;
 constexpr int kTileRowBytes = 128;
 // Descriptor steps (units of 16 bytes) along the reduction: 16 columns, or 16 rows.

@@ -13,6 +13,9 @@ namespace {
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
+#if defined(FENWICK_EMULATE)
+EncodeTiled Encoder() { return emulator::EncodeTiled; }
+#else
 // The driver's encoder, found at run time so that the library does not link the driver.
 EncodeTiled Encoder() {
   static const EncodeTiled encode = [] {
@@ -27,6 +30,7 @@ EncodeTiled Encoder() {
   }();
   return encode;
 }
+#endif
 
 // sizes, strides (bytes, of all but the innermost axis) and box: innermost axis first.
 CUtensorMap Encode(const TensorView& view, const cuuint64_t (&sizes)[4],

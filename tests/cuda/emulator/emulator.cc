@@ -4,16 +4,19 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <numeric>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace emulator {
 namespace {
 
 constexpr std::size_t kStackBytes = 256 << 10;
-constexpr int kWarp = 32;
+constexpr int kNamedBarriers = 16;
 
 struct Barrier {
   int arrived = 0;
@@ -27,17 +30,23 @@ struct Fiber {
   jmp_buf resume;
   std::vector<char> stack;
   bool started = false, done = false;
-  const Barrier* waits = nullptr;  // at this barrier, for its generation to pass
-  std::uint64_t generation = 0;
+  const std::function<bool()>* ready = nullptr;  // where it waits
 };
 
 ucontext_t g_unused;
 jmp_buf g_scheduler;
 std::vector<Fiber> g_fibers;
 std::vector<Barrier> g_warp_barriers;
-std::vector<std::uint64_t> g_lanes;
-std::vector<unsigned char> g_shared;
+Barrier g_named_barriers[kNamedBarriers];
 Barrier g_block_barrier;
+std::vector<std::uint64_t> g_lanes;
+struct alignas(64) Line {
+  unsigned char bytes[64];
+};
+std::vector<Line> g_shared;
+std::size_t g_shared_bytes = 0;
+std::vector<std::function<void()>> g_later;
+std::mt19937 g_random;
 int g_current = 0, g_live = 0;
 const std::function<void()>* g_body = nullptr;
 
@@ -60,11 +69,7 @@ void Wait(Barrier& barrier, int expected) {
     ++barrier.generation;
     return;
   }
-  Fiber& fiber = g_fibers[g_current];
-  fiber.waits = &barrier;
-  fiber.generation = generation;
-  Yield();
-  fiber.waits = nullptr;
+  WaitUntil([&barrier, generation] { return barrier.generation != generation; });
 }
 
 void Enter() {
@@ -77,7 +82,7 @@ void Enter() {
 [[gnu::noinline]] void Prepare(Fiber& fiber) {
   if (fiber.stack.empty()) fiber.stack.resize(kStackBytes);
   fiber.started = fiber.done = false;
-  fiber.waits = nullptr;
+  fiber.ready = nullptr;
   getcontext(&fiber.entry);
   fiber.entry.uc_stack.ss_sp = fiber.stack.data();
   fiber.entry.uc_stack.ss_size = fiber.stack.size();
@@ -93,52 +98,94 @@ int LiveLanes() {
   return live;
 }
 
+// Runs about one in `one_in` of the operations put off, in any order; true if there was one.
+bool RunLater(unsigned one_in) {
+  bool ran = false;
+  for (std::size_t i = g_later.size(); i-- > 0;) {
+    if (g_random() % one_in != 0) continue;
+    const std::function<void()> operation = std::move(g_later[i]);
+    g_later[i] = std::move(g_later.back());
+    g_later.pop_back();
+    operation();
+    ran = true;
+  }
+  return ran;
+}
+
 }  // namespace
+
+void Fail(const char* what) {
+  std::fprintf(stderr, "emulator: thread %u of block %u: %s\n", threadIdx.x, blockIdx.x, what);
+  std::abort();
+}
+
+void WaitUntil(const std::function<bool()>& ready) {
+  if (ready()) return;
+  Fiber& fiber = g_fibers[g_current];
+  fiber.ready = &ready;
+  Yield();
+  fiber.ready = nullptr;
+}
 
 void SyncThreads() { Wait(g_block_barrier, g_live); }
 void SyncWarp() { Wait(g_warp_barriers[g_current / kWarp], LiveLanes()); }
+void NamedBarrier(int id, int threads) { Wait(g_named_barriers[id], threads); }
+void Later(std::function<void()> operation) { g_later.push_back(std::move(operation)); }
 
-std::uint64_t Exchange(std::uint64_t value, int source) {
-  const int warp = g_current / kWarp * kWarp;
+std::array<std::uint64_t, kWarp> Gather(std::uint64_t value) {
   g_lanes[g_current] = value;
   SyncWarp();
-  const std::uint64_t result = g_lanes[warp + source];
+  std::array<std::uint64_t, kWarp> all;
+  std::copy_n(g_lanes.begin() + g_current / kWarp * kWarp, kWarp, all.begin());
   SyncWarp();
-  return result;
+  return all;
 }
 
-unsigned char* SharedMemory() { return g_shared.data(); }
+unsigned char* SharedMemory() { return g_shared.data()->bytes + kSharedStart; }
+
+unsigned char* Shared(std::uint32_t address, std::uint32_t bytes, std::uint32_t alignment) {
+  if (address % alignment != 0) Fail("misaligned access of shared memory");
+  if (address < kSharedStart || address + bytes > kSharedStart + g_shared_bytes) {
+    Fail("access outside of shared memory");
+  }
+  return g_shared.data()->bytes + address;
+}
 
 void Run(std::int64_t blocks, int threads, std::size_t shared_bytes,
          const std::function<void()>& body) {
   if (static_cast<int>(g_fibers.size()) < threads) g_fibers.resize(threads);
   g_warp_barriers.assign((threads + kWarp - 1) / kWarp, Barrier{});
   g_lanes.assign(threads + kWarp, 0);
-  g_shared.assign(shared_bytes + 64, 0xff);
+  g_shared.resize((kSharedStart + shared_bytes) / sizeof(Line) + 1);
+  std::memset(g_shared.data(), 0xff, g_shared.size() * sizeof(Line));
+  g_shared_bytes = shared_bytes;
   g_body = &body;
   blockDim = dim3(threads);
   gridDim = dim3(static_cast<unsigned>(blocks));
-  static std::mt19937 random;
   std::vector<int> order(threads);
   for (std::int64_t block = 0; block < blocks; ++block) {
     blockIdx = uint3{static_cast<unsigned>(block), 0, 0};
     g_block_barrier = Barrier{};
+    std::fill(std::begin(g_named_barriers), std::end(g_named_barriers), Barrier{});
     g_live = threads;
     for (int i = 0; i < threads; ++i) Prepare(g_fibers[i]);
     std::iota(order.begin(), order.end(), 0);
     while (g_live > 0) {
       bool progress = false;
-      std::shuffle(order.begin(), order.end(), random);
+      std::shuffle(order.begin(), order.end(), g_random);
       for (const int i : order) {
         const Fiber& fiber = g_fibers[i];
-        if (fiber.done || (fiber.waits && fiber.waits->generation == fiber.generation)) continue;
+        if (fiber.done || (fiber.ready && !(*fiber.ready)())) continue;
         progress = true;
         g_current = i;
         threadIdx = uint3{static_cast<unsigned>(i), 0, 0};
         Resume(g_fibers[i]);
       }
+      progress |= RunLater(progress ? 4 : 1);
       if (!progress) throw std::logic_error("emulator: deadlock in a block");
     }
+    EndBlock();
+    g_later.clear();
   }
 }
 
@@ -155,18 +202,11 @@ void MmaTf32(float* c, const float* a, const float* b) {
   const int lane = Lane();
   float from_a[4][kWarp], from_b[2][kWarp];
   for (int i = 0; i < 6; ++i) {
-    const float mine = i < 4 ? a[i] : b[i - 4];
-    std::uint64_t bits = 0;
-    std::memcpy(&bits, &mine, sizeof(mine));
-    const int warp = g_current / kWarp * kWarp;
-    g_lanes[g_current] = bits;
-    SyncWarp();
+    const auto all = Gather(std::bit_cast<std::uint32_t>(i < 4 ? a[i] : b[i - 4]));
     for (int l = 0; l < kWarp; ++l) {
-      float value;
-      std::memcpy(&value, &g_lanes[warp + l], sizeof(value));
-      (i < 4 ? from_a[i] : from_b[i - 4])[l] = value;
+      (i < 4 ? from_a[i] : from_b[i - 4])[l] =
+          std::bit_cast<float>(static_cast<std::uint32_t>(all[l]));
     }
-    SyncWarp();
   }
   for (int l = 0; l < kWarp; ++l) {
     all_a[l / 4][l % 4] = from_a[0][l];

@@ -1,0 +1,108 @@
+// The Hopper kernels of the scalar gate against the float64 reference on shapes that touch every
+// branch: on the emulator (cuda_emulated_test), on a device (cuda_hopper_test).
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+
+#include "cuda/device.h"
+#include "cuda/hopper.h"
+#include "fake_call.h"
+#include "support/problem.h"
+#include "support/testing.h"
+
+namespace fenwick {
+namespace {
+
+using support::Gate;
+using support::Layout;
+using support::ProblemSpec;
+using testing::ExpectClose;
+using testing::NextSeed;
+
+struct Case {
+  std::string name;
+  std::function<void(ProblemSpec&)> set;
+};
+
+class HopperTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!DeviceAvailable(Device::kCUDA) || cuda::CurrentDevice().major != 9) {
+      GTEST_SKIP() << "no Hopper device";
+    }
+  }
+};
+class HopperKernels : public HopperTest, public ::testing::WithParamInterface<Case> {};
+
+// Nothing here may quietly run on the general kernels.
+void ExpectFits(const ProblemSpec& spec) {
+  testing::FakeCall call(spec.B, spec.T, spec.G, spec.H, spec.K, spec.V, spec.options.dtype);
+  call.inputs.level_scales =
+      TensorView(call.inputs.q.data, spec.options.scales_dtype, {spec.B, spec.T, spec.H, spec.L});
+  call.gradients.level_scales = call.inputs.level_scales;
+  const cuda::DeviceTraits& device = cuda::CurrentDevice();
+  EXPECT_TRUE(cuda::hopper::ForwardFits(call.inputs, {}, device));
+  EXPECT_TRUE(cuda::hopper::BackwardFits(call.inputs, {}, call.gradients, device));
+}
+
+TEST_P(HopperKernels, AgreeWithTheReference) {
+  ProblemSpec spec;
+  spec.transition = Transition::kScalarGate;
+  spec.options.device = Device::kCUDA;
+  spec.options.dtype = spec.options.scales_dtype = DType::kBFloat16;
+  spec.B = 1, spec.T = 300, spec.G = 1, spec.H = 2, spec.K = 128, spec.V = 64;
+  GetParam().set(spec);
+  const support::Problem problem = support::RandomProblem(spec, NextSeed());
+  SCOPED_TRACE(support::Describe(problem.spec));
+  ExpectFits(problem.spec);
+  ExpectClose(support::CheckForward(problem));
+  ExpectClose(support::CheckBackward(problem));
+}
+
+const Case kCases[] = {
+    {"Plain", [](ProblemSpec& s) { s.B = 2; }},
+    {"OneToken", [](ProblemSpec& s) { s.B = 2, s.T = 1, s.G = s.H = 4; }},
+    {"OneChunk", [](ProblemSpec& s) { s.T = 128; }},
+    {"ManySegments", [](ProblemSpec& s) { s.T = 128 * 21 + 5, s.H = 1; }},
+    {"LongSegments", [](ProblemSpec& s) { s.T = 128 * 17, s.H = 3, s.K = 64; }},
+    {"Resets", [](ProblemSpec& s) { s.T = 700, s.gate = Gate::kReset; }},
+    {"StrongDecay",
+     [](ProblemSpec& s) { s.T = 700, s.gate = Gate::kHuge, s.gate_everywhere = true; }},
+    {"NoDecay", [](ProblemSpec& s) { s.T = 700, s.gate = Gate::kZero, s.gate_everywhere = true; }},
+    {"Key64", [](ProblemSpec& s) { s.T = 400, s.K = 64; }},
+    {"Key32Value32", [](ProblemSpec& s) { s.T = 400, s.K = 32, s.V = 32; }},
+    {"Key96Value104", [](ProblemSpec& s) { s.T = 400, s.K = 96, s.V = 104; }},
+    {"Value128", [](ProblemSpec& s) { s.T = 600, s.V = 128; }},
+    {"EachHeadItsKeys", [](ProblemSpec& s) { s.G = s.H = 3, s.L = 13; }},
+    {"TwoGroupsManyLevels", [](ProblemSpec& s) { s.G = 2, s.H = 6, s.L = 33; }},
+    {"LevelsInFloat32", [](ProblemSpec& s) { s.H = 5, s.options.scales_dtype = DType::kFloat32; }},
+    {"SaturatesInside", [](ProblemSpec& s) { s.T = 900, s.L = 3, s.saturate = true; }},
+    {"SaturatesAbove", [](ProblemSpec& s) { s.T = 900, s.L = 9, s.saturate = true; }},
+    {"Packed", [](ProblemSpec& s) { s.lengths = {1, 0, 127, 128, 129, 0, 700, 64, 3}; }},
+    {"PackedKey64", [](ProblemSpec& s) { s.lengths = {300, 77, 1100}, s.K = 64; }},
+    {"Scale", [](ProblemSpec& s) { s.scale = 0.37; }},
+    {"RowsApart", [](ProblemSpec& s) { s.options.layout = Layout::kPadded, s.V = 40; }},
+};
+
+INSTANTIATE_TEST_SUITE_P(Cases, HopperKernels, ::testing::ValuesIn(kCases),
+                         [](const auto& info) { return info.param.name; });
+
+// Heads in several passes, through which sums over the heads of a group go on.
+TEST_F(HopperTest, BackwardInPasses) {
+  ProblemSpec spec;
+  spec.transition = Transition::kScalarGate;
+  spec.options.device = Device::kCUDA;
+  spec.options.dtype = spec.options.scales_dtype = DType::kBFloat16;
+  spec.lengths = {300, 1, 577};
+  spec.G = 2, spec.H = 6, spec.K = 64, spec.V = 64;
+  const support::Problem problem = support::RandomProblem(spec, NextSeed());
+  for (const std::size_t bytes : {std::size_t{1}, std::size_t{9} << 20}) {
+    cuda::hopper::AimBackwardWorkspaceAt(bytes);
+    ExpectClose(support::CheckBackward(problem));
+  }
+  cuda::hopper::AimBackwardWorkspaceAt(0);
+}
+
+}  // namespace
+}  // namespace fenwick
