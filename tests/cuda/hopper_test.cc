@@ -1,12 +1,13 @@
 // The Hopper kernels of the scalar gate against the float64 reference on shapes that touch every
 // branch: on the emulator (cuda_emulated_test), on a device (cuda_hopper_test).
+#include "cuda/hopper.h"
+
 #include <gtest/gtest.h>
 
 #include <functional>
 #include <string>
 
 #include "cuda/device.h"
-#include "cuda/hopper.h"
 #include "fake_call.h"
 #include "support/problem.h"
 #include "support/testing.h"
@@ -80,7 +81,10 @@ const Case kCases[] = {
     {"SaturatesInside", [](ProblemSpec& s) { s.T = 900, s.L = 3, s.saturate = true; }},
     {"SaturatesAbove", [](ProblemSpec& s) { s.T = 900, s.L = 9, s.saturate = true; }},
     {"Packed", [](ProblemSpec& s) { s.lengths = {1, 0, 127, 128, 129, 0, 700, 64, 3}; }},
-    {"PackedKey64", [](ProblemSpec& s) { s.lengths = {300, 77, 1100}, s.K = 64; }},
+    {"PackedKey64",
+     [](ProblemSpec& s) {
+       s.lengths = {300, 77, 1100}, s.K = 64;
+     }},
     {"Scale", [](ProblemSpec& s) { s.scale = 0.37; }},
     {"RowsApart", [](ProblemSpec& s) { s.options.layout = Layout::kPadded, s.V = 40; }},
 };

@@ -163,26 +163,44 @@ void Run(std::int64_t blocks, int threads, std::size_t shared_bytes,
   blockDim = dim3(threads);
   gridDim = dim3(static_cast<unsigned>(blocks));
   std::vector<int> order(threads);
+  std::vector<unsigned> slowness(g_warp_barriers.size());  // a warp takes part in one turn of ...
+  std::vector<bool> sleeps(slowness.size());
+  const auto draw = [](auto... values) {
+    const unsigned all[] = {values...};
+    return all[g_random() % sizeof...(values)];
+  };
   for (std::int64_t block = 0; block < blocks; ++block) {
     blockIdx = uint3{static_cast<unsigned>(block), 0, 0};
     g_block_barrier = Barrier{};
     std::fill(std::begin(g_named_barriers), std::end(g_named_barriers), Barrier{});
     g_live = threads;
     for (int i = 0; i < threads; ++i) Prepare(g_fibers[i]);
+    for (unsigned& x : slowness) x = draw(1u, 1u, 1u, 8u, 64u);
+    const unsigned delay = draw(2u, 8u, 64u);
     std::iota(order.begin(), order.end(), 0);
+    bool progress = true;
     while (g_live > 0) {
-      bool progress = false;
+      // Where nobody else can go on, slow warps do.
+      for (std::size_t i = 0; i < sleeps.size(); ++i) {
+        sleeps[i] = progress && g_random() % slowness[i] != 0;
+      }
+      progress = false;
       std::shuffle(order.begin(), order.end(), g_random);
       for (const int i : order) {
         const Fiber& fiber = g_fibers[i];
-        if (fiber.done || (fiber.ready && !(*fiber.ready)())) continue;
+        if (sleeps[i / kWarp] || fiber.done || (fiber.ready && !(*fiber.ready)())) continue;
         progress = true;
         g_current = i;
         threadIdx = uint3{static_cast<unsigned>(i), 0, 0};
         Resume(g_fibers[i]);
       }
-      progress |= RunLater(progress ? 4 : 1);
-      if (!progress) throw std::logic_error("emulator: deadlock in a block");
+      const bool all_stand =
+          !progress && std::find(sleeps.begin(), sleeps.end(), true) == sleeps.end();
+      if (RunLater(all_stand ? 1 : delay)) {
+        progress = true;
+      } else if (all_stand) {
+        throw std::logic_error("emulator: deadlock in a block");
+      }
     }
     EndBlock();
     g_later.clear();

@@ -131,8 +131,8 @@ float TileElement(std::uint64_t descriptor, int major, int minor, bool bfloat16)
     return static_cast<std::uint32_t>(descriptor >> shift & 0x3fff) << 4;
   };
   if (descriptor >> 62 != 1) Fail("a tile without the 128-byte swizzle");
-  const std::uint32_t address = field(0) + major / 64 * field(16) + minor / 8 * field(32) +
-                                minor % 8 * 128 + major % 64 * 2;
+  const std::uint32_t address =
+      field(0) + major / 64 * field(16) + minor / 8 * field(32) + minor % 8 * 128 + major % 64 * 2;
   std::uint16_t bits;
   std::memcpy(&bits, Shared(Swizzled(address), 2, 2), 2);
   return Widen(bits, bfloat16);
@@ -176,8 +176,8 @@ void Multiply(const Wgmma& product, const std::array<std::array<std::uint32_t, 4
 
 CUresult EncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
                      const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                     const cuuint32_t* element_strides, CUtensorMapInterleave, CUtensorMapSwizzle
-                     swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+                     const cuuint32_t* element_strides, CUtensorMapInterleave,
+                     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   TensorMap opened{};
   opened.data = static_cast<unsigned char*>(address);
   opened.swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_128B;
@@ -189,7 +189,8 @@ CUresult EncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, voi
     opened.box[axis] = static_cast<int>(box[axis]);
     valid &= sizes[axis] >= 1 && sizes[axis] <= std::uint64_t{1} << 32 && box[axis] >= 1 &&
              box[axis] <= 256 && element_strides[axis] == 1;
-    if (axis > 0) valid &= strides[axis - 1] % 16 == 0 && strides[axis - 1] < std::uint64_t{1} << 40;
+    if (axis > 0)
+      valid &= strides[axis - 1] % 16 == 0 && strides[axis - 1] < std::uint64_t{1} << 40;
   }
   if (!valid) return CUDA_ERROR_INVALID_VALUE;
   std::memcpy(map, &opened, sizeof(opened));

@@ -30,8 +30,8 @@ inline void LoadMatrix4Transposed(std::uint32_t (&r)[4], std::uint32_t shared) {
   emulator::SyncWarp();
 }
 
-inline void StoreMatrix4(std::uint32_t shared, std::uint32_t r0, std::uint32_t r1,
-                         std::uint32_t r2, std::uint32_t r3) {
+inline void StoreMatrix4(std::uint32_t shared, std::uint32_t r0, std::uint32_t r1, std::uint32_t r2,
+                         std::uint32_t r3) {
   const auto rows = emulator::Gather(shared);
   const int lane = emulator::Lane();
   const std::uint32_t r[4] = {r0, r1, r2, r3};
