@@ -175,16 +175,18 @@ void Run(std::int64_t blocks, int threads, std::size_t shared_bytes,
     std::fill(std::begin(g_named_barriers), std::end(g_named_barriers), Barrier{});
     g_live = threads;
     for (int i = 0; i < threads; ++i) Prepare(g_fibers[i]);
-    for (unsigned& x : slowness) x = draw(1u, 1u, 1u, 8u, 64u);
+    const unsigned together = draw(1u, 4u, 4u);  // warps of one speed
+    for (std::size_t i = 0; i < slowness.size(); ++i) {
+      slowness[i] = i % together == 0 ? draw(1u, 1u, 8u, 256u) : slowness[i - 1];
+    }
     const unsigned delay = draw(2u, 8u, 64u);
     std::iota(order.begin(), order.end(), 0);
-    bool progress = true;
+    int idle_turns = 0;  // in a row; slow warps wake up, few first
     while (g_live > 0) {
-      // Where nobody else can go on, slow warps do.
       for (std::size_t i = 0; i < sleeps.size(); ++i) {
-        sleeps[i] = progress && g_random() % slowness[i] != 0;
+        sleeps[i] = g_random() % std::max(1u, slowness[i] >> 2 * idle_turns) != 0;
       }
-      progress = false;
+      bool progress = false;
       std::shuffle(order.begin(), order.end(), g_random);
       for (const int i : order) {
         const Fiber& fiber = g_fibers[i];
@@ -196,11 +198,10 @@ void Run(std::int64_t blocks, int threads, std::size_t shared_bytes,
       }
       const bool all_stand =
           !progress && std::find(sleeps.begin(), sleeps.end(), true) == sleeps.end();
-      if (RunLater(all_stand ? 1 : delay)) {
-        progress = true;
-      } else if (all_stand) {
+      if (!RunLater(all_stand ? 1 : delay) && all_stand) {
         throw std::logic_error("emulator: deadlock in a block");
       }
+      idle_turns = progress ? 0 : std::min(idle_turns + 1, 4);
     }
     EndBlock();
     g_later.clear();
