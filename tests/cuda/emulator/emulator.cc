@@ -45,10 +45,19 @@ struct alignas(64) Line {
 };
 std::vector<Line> g_shared;
 std::size_t g_shared_bytes = 0;
-std::vector<std::function<void()>> g_later;
+struct Delayed {
+  std::function<void()> operation;
+  unsigned delay;  // turns, about
+};
+std::vector<Delayed> g_later;
 std::mt19937 g_random;
 int g_current = 0, g_live = 0;
 const std::function<void()>* g_body = nullptr;
+
+unsigned Draw(auto... values) {
+  const unsigned all[] = {static_cast<unsigned>(values)...};
+  return all[g_random() % sizeof...(values)];
+}
 
 void Yield() {
   if (_setjmp(g_fibers[g_current].resume) == 0) _longjmp(g_scheduler, 1);
@@ -98,18 +107,11 @@ int LiveLanes() {
   return live;
 }
 
-// Runs about one in `one_in` of the operations put off, in any order; true if there was one.
-bool RunLater(unsigned one_in) {
-  bool ran = false;
-  for (std::size_t i = g_later.size(); i-- > 0;) {
-    if (g_random() % one_in != 0) continue;
-    const std::function<void()> operation = std::move(g_later[i]);
-    g_later[i] = std::move(g_later.back());
-    g_later.pop_back();
-    operation();
-    ran = true;
-  }
-  return ran;
+void RunLater(std::size_t i) {
+  const std::function<void()> operation = std::move(g_later[i].operation);
+  g_later[i] = std::move(g_later.back());
+  g_later.pop_back();
+  operation();
 }
 
 }  // namespace
@@ -130,7 +132,10 @@ void WaitUntil(const std::function<bool()>& ready) {
 void SyncThreads() { Wait(g_block_barrier, g_live); }
 void SyncWarp() { Wait(g_warp_barriers[g_current / kWarp], LiveLanes()); }
 void NamedBarrier(int id, int threads) { Wait(g_named_barriers[id], threads); }
-void Later(std::function<void()> operation) { g_later.push_back(std::move(operation)); }
+unsigned Random() { return static_cast<unsigned>(g_random()); }
+void Later(std::function<void()> operation) {
+  g_later.push_back({std::move(operation), Draw(1, 4, 64, 1024)});
+}
 
 std::array<std::uint64_t, kWarp> Gather(std::uint64_t value) {
   g_lanes[g_current] = value;
@@ -165,26 +170,21 @@ void Run(std::int64_t blocks, int threads, std::size_t shared_bytes,
   std::vector<int> order(threads);
   std::vector<unsigned> slowness(g_warp_barriers.size());  // a warp takes part in one turn of ...
   std::vector<bool> sleeps(slowness.size());
-  const auto draw = [](auto... values) {
-    const unsigned all[] = {values...};
-    return all[g_random() % sizeof...(values)];
-  };
   for (std::int64_t block = 0; block < blocks; ++block) {
     blockIdx = uint3{static_cast<unsigned>(block), 0, 0};
     g_block_barrier = Barrier{};
     std::fill(std::begin(g_named_barriers), std::end(g_named_barriers), Barrier{});
     g_live = threads;
     for (int i = 0; i < threads; ++i) Prepare(g_fibers[i]);
-    const unsigned together = draw(1u, 4u, 4u);  // warps of one speed
+    const unsigned together = Draw(1, 4, 4);  // warps of one speed
     for (std::size_t i = 0; i < slowness.size(); ++i) {
-      slowness[i] = i % together == 0 ? draw(1u, 1u, 8u, 256u) : slowness[i - 1];
+      slowness[i] = i % together == 0 ? Draw(1, 1, 8, 256) : slowness[i - 1];
     }
-    const unsigned delay = draw(2u, 8u, 64u);
     std::iota(order.begin(), order.end(), 0);
-    int idle_turns = 0;  // in a row; slow warps wake up, few first
+    int wake = 0;  // how much faster than usual slow warps are, as nobody else can go on
     while (g_live > 0) {
       for (std::size_t i = 0; i < sleeps.size(); ++i) {
-        sleeps[i] = g_random() % std::max(1u, slowness[i] >> 2 * idle_turns) != 0;
+        sleeps[i] = g_random() % std::max(1u, slowness[i] >> 2 * wake) != 0;
       }
       bool progress = false;
       std::shuffle(order.begin(), order.end(), g_random);
@@ -196,12 +196,20 @@ void Run(std::int64_t blocks, int threads, std::size_t shared_bytes,
         threadIdx = uint3{static_cast<unsigned>(i), 0, 0};
         Resume(g_fibers[i]);
       }
-      const bool all_stand =
-          !progress && std::find(sleeps.begin(), sleeps.end(), true) == sleeps.end();
-      if (!RunLater(all_stand ? 1 : delay) && all_stand) {
+      bool copied = false;
+      for (std::size_t i = g_later.size(); i-- > 0;) {
+        const bool last_resort = !progress && !copied && Draw(0, 1) == 0;
+        if (!last_resort && g_random() % g_later[i].delay != 0) continue;
+        RunLater(i);
+        copied = true;
+      }
+      if (progress || copied) {
+        wake = 0;
+      } else if (wake < 4) {
+        ++wake;
+      } else if (g_later.empty()) {
         throw std::logic_error("emulator: deadlock in a block");
       }
-      idle_turns = progress ? 0 : std::min(idle_turns + 1, 4);
     }
     EndBlock();
     g_later.clear();

@@ -46,6 +46,8 @@ void NamedBarrier(int id, int threads);
 // What every lane of the warp gives.
 std::array<std::uint64_t, kWarp> Gather(std::uint64_t value);
 
+unsigned Random();
+
 // Calls operation() at some time from now on: between two turns of the block's threads.
 void Later(std::function<void()> operation);
 
