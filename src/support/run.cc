@@ -178,19 +178,23 @@ std::int64_t FinalSlots(const Arguments& a) {
 reference::Result RunForward(const Arguments& a, const RunOptions& options) {
   const DeviceInputs device(a, options);
   const DeviceTensor o(options.device, options.dtype, a.v.sizes, options.layout);
-  State poison = EmptyState(a);
-  poison.nodes = Tensor({a.num_sequences(), a.v.size(2), FinalSlots(a) + options.spare_slots,
-                         a.q.size(3), a.v.size(3)});
-  FillWithNaN(poison);
-  const DeviceState final_state(poison, 0, options);
-  const StateView final_view = final_state.View(0);
+  DeviceState final_state;
+  StateView final_view;
+  if (options.final_state) {
+    State poison = EmptyState(a);
+    poison.nodes = Tensor({a.num_sequences(), a.v.size(2), FinalSlots(a) + options.spare_slots,
+                           a.q.size(3), a.v.size(3)});
+    FillWithNaN(poison);
+    final_state = DeviceState(poison, 0, options);
+    final_view = final_state.View(0);
+  }
   const Allocation workspace =
       PoisonedWorkspace(ForwardWorkspaceBytes(device.inputs, final_view, options.device), options);
   Forward(device.inputs, o.view(), final_view, ContextFor(options, workspace));
   MemoryOf(options.device).Synchronize();
   device.CheckPoison();
   DeviceInputs::RequireIntact("o", o);
-  return {.o = o.Values(), .final_state = final_state.Values()};
+  return {.o = o.Values(), .final_state = options.final_state ? final_state.Values() : State()};
 }
 
 reference::Gradients RunBackward(const Arguments& a, const Tensor& d_o, const State& d_final_state,

@@ -17,7 +17,8 @@ struct RunOptions {
   DType scales_dtype = DType::kFloat32;  // dtype or float32 (float64)
   Layout layout = Layout::kContiguous;
   int num_threads = 0;
-  int spare_slots = 0;  // node slots beyond those needed, in states that a call writes
+  int spare_slots = 0;      // node slots beyond those needed, in states that a call writes
+  bool final_state = true;  // that RunForward asks for one
 
   DType wide_dtype() const { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 };

@@ -47,11 +47,17 @@ void ExpectFits(const ProblemSpec& spec) {
   EXPECT_TRUE(cuda::hopper::BackwardFits(call.inputs, {}, call.gradients, device));
 }
 
-TEST_P(HopperKernels, AgreeWithTheReference) {
+ProblemSpec Spec() {
   ProblemSpec spec;
   spec.transition = Transition::kScalarGate;
   spec.options.device = Device::kCUDA;
   spec.options.dtype = spec.options.scales_dtype = DType::kBFloat16;
+  spec.options.final_state = false;
+  return spec;
+}
+
+TEST_P(HopperKernels, AgreeWithTheReference) {
+  ProblemSpec spec = Spec();
   spec.B = 1, spec.T = 300, spec.G = 1, spec.H = 2, spec.K = 128, spec.V = 64;
   GetParam().set(spec);
   const support::Problem problem = support::RandomProblem(spec, NextSeed());
@@ -94,10 +100,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, HopperKernels, ::testing::ValuesIn(kCases),
 
 // Heads in several passes, through which sums over the heads of a group go on.
 TEST_F(HopperTest, BackwardInPasses) {
-  ProblemSpec spec;
-  spec.transition = Transition::kScalarGate;
-  spec.options.device = Device::kCUDA;
-  spec.options.dtype = spec.options.scales_dtype = DType::kBFloat16;
+  ProblemSpec spec = Spec();
   spec.lengths = {300, 1, 577};
   spec.G = 2, spec.H = 6, spec.K = 64, spec.V = 64;
   const support::Problem problem = support::RandomProblem(spec, NextSeed());

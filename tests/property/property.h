@@ -74,6 +74,7 @@ class PropertyTest : public ::testing::TestWithParam<Target> {
     spec.options.layout = OneOf({Layout::kContiguous, Layout::kPadded, Layout::kRagged});
     spec.options.num_threads = static_cast<int>(Uniform(0, 3));
     spec.options.spare_slots = static_cast<int>(Uniform(0, 1));
+    spec.options.final_state = Uniform(0, 1) == 1;
     return spec;
   }
 
