@@ -67,6 +67,11 @@ TEST_P(HopperKernels, AgreeWithTheReference) {
   ExpectClose(support::CheckBackward(problem));
 }
 
+void SetTypes(ProblemSpec& spec, DType dtype, DType scales) {
+  spec.options.dtype = dtype;
+  spec.options.scales_dtype = scales;
+}
+
 const Case kCases[] = {
     {"Plain", [](ProblemSpec& s) { s.B = 2; }},
     {"OneToken", [](ProblemSpec& s) { s.B = 2, s.T = 1, s.G = s.H = 4; }},
@@ -83,13 +88,21 @@ const Case kCases[] = {
     {"Value128", [](ProblemSpec& s) { s.T = 600, s.V = 128; }},
     {"EachHeadItsKeys", [](ProblemSpec& s) { s.G = s.H = 3, s.L = 13; }},
     {"TwoGroupsManyLevels", [](ProblemSpec& s) { s.G = 2, s.H = 6, s.L = 33; }},
-    {"LevelsInFloat32", [](ProblemSpec& s) { s.H = 5, s.options.scales_dtype = DType::kFloat32; }},
+    {"LevelsInFloat32",
+     [](ProblemSpec& s) { SetTypes(s, DType::kBFloat16, DType::kFloat32), s.H = 5; }},
     {"SaturatesInside", [](ProblemSpec& s) { s.T = 900, s.L = 3, s.saturate = true; }},
     {"SaturatesAbove", [](ProblemSpec& s) { s.T = 900, s.L = 9, s.saturate = true; }},
     {"Packed", [](ProblemSpec& s) { s.lengths = {1, 0, 127, 128, 129, 0, 700, 64, 3}; }},
     {"PackedKey64",
      [](ProblemSpec& s) {
        s.lengths = {300, 77, 1100}, s.K = 64;
+     }},
+    {"Float16", [](ProblemSpec& s) { SetTypes(s, DType::kFloat16, DType::kFloat16), s.T = 1100; }},
+    {"Float16LevelsInFloat32",
+     [](ProblemSpec& s) { SetTypes(s, DType::kFloat16, DType::kFloat32), s.T = 900, s.H = 3; }},
+    {"Float16Packed",
+     [](ProblemSpec& s) {
+       SetTypes(s, DType::kFloat16, DType::kFloat16), s.lengths = {1, 0, 700, 64};
      }},
     {"Scale", [](ProblemSpec& s) { s.scale = 0.37; }},
     {"RowsApart", [](ProblemSpec& s) { s.options.layout = Layout::kPadded, s.V = 40; }},

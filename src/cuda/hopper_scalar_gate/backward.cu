@@ -18,8 +18,6 @@
 namespace fenwick::cuda::hopper {
 namespace {
 
-using Element = BFloat16;
-
 struct BackwardMaps {
   ForwardMaps forward;
   CUtensorMap d_o, dv;
@@ -90,6 +88,7 @@ void LaunchScaleGrads(const BackwardParams& b, cudaStream_t stream) {
                   kWeightThreads, kChunk * ScalesPitch(p.levels), stream, b);
 }
 
+template <typename Element>
 void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
                 cudaStream_t stream) {
   const ForwardParams& p = b.forward;
@@ -130,7 +129,7 @@ void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
   if (scales == DType::kFloat32) {
     LaunchScaleGrads<float>(b, stream);
   } else {
-    LaunchScaleGrads<Element::Storage>(b, stream);
+    LaunchScaleGrads<typename Element::Storage>(b, stream);
   }
   const std::int64_t octets = (p.num_heads + kFlowHeads - 1) / kFlowHeads;
   LaunchDependent("flow", FlowKernel<>, octets * p.layout.num_chunks, kFlowThreads, 0, stream, b);
@@ -155,8 +154,8 @@ TensorView MappableGradient(const TensorView& d_o, const TensorView& dv, cudaStr
   p.tokens = static_cast<int>(d_o.size(1));
   p.heads = static_cast<int>(d_o.size(2));
   p.width = static_cast<int>(d_o.size(3));
-  Launch("copy of d_o", CopyKernel<Element>, (p.elements + kCopyThreads - 1) / kCopyThreads,
-         kCopyThreads, 0, stream, p);
+  Launch("copy of d_o", CopyKernel<>, (p.elements + kCopyThreads - 1) / kCopyThreads, kCopyThreads,
+         0, stream, p);
   return dv;
 }
 
@@ -199,7 +198,12 @@ void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& 
     b.ends_groups = (head + b.forward.num_heads) % heads_in_group == 0;
     b.partial_stride =
         inputs.q.size(0) * inputs.q.size(1) * b.num_groups * std::int64_t{kBackwardKeySize};
-    LaunchPass(b, inputs.level_scales.dtype, maps, stream);
+    const DType scales = inputs.level_scales.dtype;
+    if (inputs.q.dtype == DType::kBFloat16) {
+      LaunchPass<BFloat16>(b, scales, maps, stream);
+    } else {
+      LaunchPass<Float16>(b, scales, maps, stream);
+    }
   }
 }
 

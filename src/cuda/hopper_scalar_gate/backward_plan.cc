@@ -86,9 +86,7 @@ std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
        {&gradients.q, &gradients.k, &gradients.v, &gradients.g, &gradients.level_scales}) {
     if (!view->given()) return std::nullopt;
   }
-  if (inputs.q.dtype != DType::kBFloat16 || inputs.q.size(3) > kBackwardKeySize) {
-    return std::nullopt;
-  }
+  if (inputs.q.size(3) > kBackwardKeySize) return std::nullopt;
   const std::optional<ForwardPlan> forward = MakeForwardPlan(inputs, {}, multiprocessors);
   if (!forward.has_value()) return std::nullopt;
   BackwardPlan plan;

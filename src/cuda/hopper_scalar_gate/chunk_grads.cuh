@@ -45,7 +45,8 @@ __device__ __forceinline__ void AddReads(float (&first)[32], float (&second)[32]
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const std::uint32_t at = weights + level * kChunk * 2 + 32 * (batch + i);
-        const std::uint32_t low = ptx::LoadSharedU32(at), high = ptx::LoadSharedU32(at + 16);
+        const std::uint32_t low = Element::FromBF16(ptx::LoadSharedU32(at));
+        const std::uint32_t high = Element::FromBF16(ptx::LoadSharedU32(at + 16));
         a[i][0] = Element::Multiply(q[i][0], low);
         a[i][1] = Element::Multiply(q[i][1], low);
         a[i][2] = Element::Multiply(q[i][2], high);

@@ -64,7 +64,8 @@ inline constexpr unsigned long long kForwardWorkspaceTarget = 3ull << 30;
 inline constexpr int kWarpgroup = 128;
 
 // Longest float16 call: states are stored in float16, whose range a sum over very many tokens
-// without decay could leave. Longer calls run on the general kernels.
+// without decay could leave. Longer calls run on the general kernels. Their gradients D are stored
+// so too, as are dk and dv, which are products with them.
 inline constexpr int kMaxFloat16Tokens = 16384;
 
 }  // namespace fenwick::cuda::hopper

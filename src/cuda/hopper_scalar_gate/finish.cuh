@@ -298,7 +298,8 @@ __global__ void __launch_bounds__(kFlowThreads)
   }
 }
 
-// [B, T, H, V] with any strides to one with other strides; one thread an element.
+// [B, T, H, V] of 16-bit elements with any strides to one with other strides; one thread an
+// element.
 struct CopyParams {
   const void* from = nullptr;
   void* to = nullptr;
@@ -309,7 +310,7 @@ struct CopyParams {
 
 inline constexpr int kCopyThreads = 256;
 
-template <typename Element>
+template <typename Unused = void>
 __global__ void __launch_bounds__(kCopyThreads) CopyKernel(const __grid_constant__ CopyParams p) {
   std::int64_t i = std::int64_t{blockIdx.x} * kCopyThreads + threadIdx.x;
   if (i >= p.elements) return;
@@ -321,9 +322,8 @@ __global__ void __launch_bounds__(kCopyThreads) CopyKernel(const __grid_constant
   const auto at = [&](const std::int64_t(&strides)[4]) {
     return batch * strides[0] + token * strides[1] + head * strides[2] + column * strides[3];
   };
-  using Storage = typename Element::Storage;
-  static_cast<Storage*>(p.to)[at(p.to_strides)] =
-      static_cast<const Storage*>(p.from)[at(p.from_strides)];
+  static_cast<unsigned short*>(p.to)[at(p.to_strides)] =
+      static_cast<const unsigned short*>(p.from)[at(p.from_strides)];
 }
 
 }  // namespace fenwick::cuda::hopper

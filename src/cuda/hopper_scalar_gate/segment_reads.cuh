@@ -94,7 +94,8 @@ __device__ __forceinline__ void SumReads(const BackwardParams& b, const SegmentP
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
           const std::uint32_t row = weights + j * kChunk * 2 + 32 * (batch + k);
-          const std::uint32_t low = ptx::LoadSharedU32(row), high = ptx::LoadSharedU32(row + 16);
+          const std::uint32_t low = Element::FromBF16(ptx::LoadSharedU32(row));
+          const std::uint32_t high = Element::FromBF16(ptx::LoadSharedU32(row + 16));
           a[k][0] = Element::Multiply(d_o[k][0], low);
           a[k][1] = Element::Multiply(d_o[k][1], low);
           a[k][2] = Element::Multiply(d_o[k][2], high);

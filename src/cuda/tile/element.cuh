@@ -25,6 +25,7 @@ struct BFloat16 {
   static __device__ __forceinline__ std::uint32_t Multiply(std::uint32_t a, std::uint32_t b) {
     return ptx::MultiplyBF16x2(a, b);
   }
+  static __device__ __forceinline__ std::uint32_t FromBF16(std::uint32_t pair) { return pair; }
 };
 
 struct Float16 {
@@ -41,6 +42,9 @@ struct Float16 {
   }
   static __device__ __forceinline__ std::uint32_t Multiply(std::uint32_t a, std::uint32_t b) {
     return ptx::MultiplyF16x2(a, b);
+  }
+  static __device__ __forceinline__ std::uint32_t FromBF16(std::uint32_t pair) {
+    return Pack(BFloat16::Low(pair), BFloat16::High(pair));
   }
 };
 
