@@ -124,5 +124,31 @@ TEST_F(HopperTest, BackwardInPasses) {
   cuda::hopper::AimBackwardWorkspaceAt(0);
 }
 
+// Segments of two lengths: the batch is large enough for long ones (on the emulator's device).
+TEST_F(HopperTest, ForwardOfARowAloneIsBitwiseTheSame) {
+  ProblemSpec spec = Spec();
+  spec.B = 3, spec.T = 18 * 128, spec.H = 1, spec.K = 64, spec.V = 64;
+  const support::Problem problem = support::RandomProblem(spec, NextSeed());
+  const reference::Result all = support::RunForward(problem.arguments, spec.options);
+  const reference::Result alone =
+      support::RunForward(support::SliceRow(problem.arguments, 1), spec.options);
+  EXPECT_EQ(alone.o.data, support::Slice(all.o, 0, 1, 2).data);
+}
+
+TEST_F(HopperTest, BackwardRepeatsBitwise) {
+  ProblemSpec spec = Spec();
+  spec.T = 700, spec.H = 3, spec.K = 64, spec.V = 64;
+  const support::Problem problem = support::RandomProblem(spec, NextSeed());
+  const auto run = [&] {
+    return support::RunBackward(problem.arguments, problem.d_o, {}, spec.options);
+  };
+  const reference::Gradients first = run(), second = run();
+  EXPECT_EQ(first.q.data, second.q.data);
+  EXPECT_EQ(first.k.data, second.k.data);
+  EXPECT_EQ(first.v.data, second.v.data);
+  EXPECT_EQ(first.g.data, second.g.data);
+  EXPECT_EQ(first.level_scales.data, second.level_scales.data);
+}
+
 }  // namespace
 }  // namespace fenwick
