@@ -36,11 +36,6 @@ void LaunchDependent(const char* name, void (*kernel)(Parameters...), std::int64
 inline void ZeroAsync(void* data, std::size_t bytes, cudaStream_t /*stream*/) {
   if (bytes > 0) std::memset(data, 0, bytes);
 }
-
-inline void CopyToDeviceAsync(void* to, const void* from, std::size_t bytes,
-                              cudaStream_t /*stream*/) {
-  std::memcpy(to, from, bytes);
-}
 #else
 // Launches `kernel` on a one-dimensional grid (x is the only axis without the 65,535 limit).
 // No blocks: nothing to do. dependent: blocks may start before the stream's previous kernel ends.
@@ -95,11 +90,6 @@ void LaunchDependent(const char* name, void (*kernel)(Parameters...), std::int64
 
 inline void ZeroAsync(void* data, std::size_t bytes, cudaStream_t stream) {
   if (bytes > 0) Check(cudaMemsetAsync(data, 0, bytes, stream), "cudaMemsetAsync");
-}
-
-// `from` is pageable host memory: it may change once this returns.
-inline void CopyToDeviceAsync(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
-  Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
 }
 #endif
 

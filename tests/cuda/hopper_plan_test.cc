@@ -93,15 +93,12 @@ TEST(HopperPlan, PacksSequencesWithEmptyOnes) {
   ASSERT_TRUE(plan.has_value());
   EXPECT_EQ(plan->layout.num_sequences, 3);
   EXPECT_EQ(plan->layout.num_chunks, 1 + 1 + 23);
-  const PackedTables tables = MakePackedTables(call.cu_seqlens, 2);
-  ASSERT_EQ(tables.sequences.size(), 3u);
-  EXPECT_EQ(tables.sequences[2].token, 129);
-  EXPECT_EQ(tables.sequences[2].length, 2871);
-  EXPECT_EQ(tables.sequences[2].first_chunk, 2);
-  EXPECT_EQ(tables.sequences[2].first_segment, 2);
-  EXPECT_EQ(tables.sequence_of_chunk.size(), 25u);
-  EXPECT_EQ(tables.sequence_of_segment.size(), 1u + 1 + 6);
-  EXPECT_EQ(tables.sequence_of_segment.back(), 2);
+  const std::vector<Sequence> sequences = MakeSequences(call.cu_seqlens, 2);
+  ASSERT_EQ(sequences.size(), 3u);
+  EXPECT_EQ(sequences[2].token, 129);
+  EXPECT_EQ(sequences[2].length, 2871);
+  EXPECT_EQ(sequences[2].first_chunk, 2);
+  EXPECT_EQ(sequences[2].first_segment, 2);
 }
 
 TEST(HopperPlan, HeadsRunInWholeOrEqualPartsOfAGroup) {

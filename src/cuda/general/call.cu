@@ -1,29 +1,11 @@
-#include <algorithm>
+#include <utility>
 
 #include "cuda/general/call.h"
 #include "cuda/launch.h"
+#include "cuda/upload.h"
 
 namespace fenwick::cuda::general {
 namespace {
-
-// As much of a table as kernel parameters (4 KB everywhere) hold.
-constexpr int kPiece = 448;
-struct Piece {
-  std::int64_t values[kPiece];
-};
-
-__global__ void WritePiece(std::int64_t* to, Piece piece, int count) {
-  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = piece.values[i];
-}
-
-void Upload(const std::vector<std::int64_t>& from, std::int64_t* to, cudaStream_t stream) {
-  for (std::size_t begin = 0; begin < from.size(); begin += kPiece) {
-    const int count = static_cast<int>(std::min<std::size_t>(kPiece, from.size() - begin));
-    Piece piece;
-    std::copy_n(from.begin() + begin, count, piece.values);
-    Launch("upload table", WritePiece, 1, 128, 0, stream, to + begin, piece, count);
-  }
-}
 
 bool Quads(const TensorView& view, int width_axis) {
   if (view.size(width_axis) % 4 != 0) return false;
@@ -48,8 +30,10 @@ Tables TakeTables(Arena& arena, const Plan& plan) {
 }
 
 void UploadTables(const Plan& plan, const Tables& tables, cudaStream_t stream) {
-  Upload(plan.token_begin, tables.token_begin, stream);
-  Upload(plan.chunk_begin, tables.chunk_begin, stream);
+  for (const auto& [from, to] : {std::pair{&plan.token_begin, tables.token_begin},
+                                 {&plan.chunk_begin, tables.chunk_begin}}) {
+    Upload(to, from->data(), from->size() * sizeof(std::int64_t), stream);
+  }
 }
 
 Rows MakeRows(const TensorView& view) {

@@ -4,18 +4,30 @@
 
 #include "cuda/hopper.h"
 #include "cuda/hopper_scalar_gate/kernels.h"
+#include "cuda/hopper_scalar_gate/layout.cuh"
 #include "cuda/hopper_scalar_gate/plan.h"
 #include "cuda/hopper_scalar_gate/set_up.h"
 #include "cuda/launch.h"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/tensor_map.h"
+#include "cuda/upload.h"
 
 namespace fenwick::cuda::hopper {
 namespace {
 
-template <typename T>
-void CopyToDevice(void* to, const std::vector<T>& from, cudaStream_t stream) {
-  CopyToDeviceAsync(to, from.data(), from.size() * sizeof(T), stream);
+// Which sequence each chunk and segment belongs to; a block writes those of one sequence.
+__global__ void FillTables(const Sequence* sequences, int log_segment, int* sequence_of_chunk,
+                           int* sequence_of_segment) {
+  const int n = static_cast<int>(blockIdx.x);
+  const Sequence sequence = sequences[n];
+  const int chunks = DivideUp(sequence.length, kChunk);
+  const int segments = DivideUp(chunks, 1 << log_segment);
+  for (int i = threadIdx.x; i < chunks; i += blockDim.x) {
+    sequence_of_chunk[sequence.first_chunk + i] = n;
+  }
+  for (int i = threadIdx.x; i < segments; i += blockDim.x) {
+    sequence_of_segment[sequence.first_segment + i] = n;
+  }
 }
 
 template <typename Element>
@@ -60,13 +72,16 @@ ForwardParams SetUpForward(const ForwardPlan& plan, const ForwardWorkspace& w, c
   p.segment_states = reinterpret_cast<float*>(workspace + w.segment_states);
   p.segment_decay = reinterpret_cast<float*>(workspace + w.segment_decay);
   if (!inputs.cu_seqlens.empty()) {
-    const PackedTables tables = MakePackedTables(inputs.cu_seqlens, plan.layout.log_segment);
-    CopyToDevice(workspace + w.sequences, tables.sequences, stream);
-    CopyToDevice(workspace + w.sequence_of_chunk, tables.sequence_of_chunk, stream);
-    CopyToDevice(workspace + w.sequence_of_segment, tables.sequence_of_segment, stream);
-    p.layout.sequences = reinterpret_cast<const Sequence*>(workspace + w.sequences);
-    p.layout.sequence_of_chunk = reinterpret_cast<const int*>(workspace + w.sequence_of_chunk);
-    p.layout.sequence_of_segment = reinterpret_cast<const int*>(workspace + w.sequence_of_segment);
+    const auto sequences = MakeSequences(inputs.cu_seqlens, plan.layout.log_segment);
+    auto* table = reinterpret_cast<Sequence*>(workspace + w.sequences);
+    auto* of_chunk = reinterpret_cast<int*>(workspace + w.sequence_of_chunk);
+    auto* of_segment = reinterpret_cast<int*>(workspace + w.sequence_of_segment);
+    Upload(table, sequences.data(), sequences.size() * sizeof(Sequence), stream);
+    Launch("fill tables", FillTables, static_cast<std::int64_t>(sequences.size()), 128, 0, stream,
+           table, plan.layout.log_segment, of_chunk, of_segment);
+    p.layout.sequences = table;
+    p.layout.sequence_of_chunk = of_chunk;
+    p.layout.sequence_of_segment = of_segment;
   }
   return p;
 }

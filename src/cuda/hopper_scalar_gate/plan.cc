@@ -193,21 +193,18 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
   return plan;
 }
 
-PackedTables MakePackedTables(std::span<const std::int64_t> cu_seqlens, int log_segment) {
-  PackedTables tables;
+std::vector<Sequence> MakeSequences(std::span<const std::int64_t> cu_seqlens, int log_segment) {
+  std::vector<Sequence> sequences;
+  int chunks = 0, segments = 0;
   for (std::size_t n = 0; n + 1 < cu_seqlens.size(); ++n) {
-    const std::int64_t length = cu_seqlens[n + 1] - cu_seqlens[n];
+    const auto length = static_cast<int>(cu_seqlens[n + 1] - cu_seqlens[n]);
     if (length == 0) continue;
-    const int index = static_cast<int>(tables.sequences.size());
-    tables.sequences.push_back({static_cast<int>(cu_seqlens[n]), static_cast<int>(length),
-                                static_cast<int>(tables.sequence_of_chunk.size()),
-                                static_cast<int>(tables.sequence_of_segment.size())});
-    const std::int64_t chunks = DivideUp(length, kChunk);
-    tables.sequence_of_chunk.insert(tables.sequence_of_chunk.end(), chunks, index);
-    tables.sequence_of_segment.insert(tables.sequence_of_segment.end(),
-                                      DivideUp(chunks, std::int64_t{1} << log_segment), index);
+    sequences.push_back({static_cast<int>(cu_seqlens[n]), length, chunks, segments});
+    const auto count = static_cast<int>(DivideUp(length, kChunk));
+    chunks += count;
+    segments += static_cast<int>(DivideUp(count, std::int64_t{1} << log_segment));
   }
-  return tables;
+  return sequences;
 }
 
 }  // namespace fenwick::cuda::hopper

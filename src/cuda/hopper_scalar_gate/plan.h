@@ -73,11 +73,7 @@ std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
                                              const StateGradView& d_final_state,
                                              const Gradients& gradients, int multiprocessors);
 
-// Tables of a packed batch, in host memory; empty where not packed.
-struct PackedTables {
-  std::vector<Sequence> sequences;  // non-empty ones
-  std::vector<int> sequence_of_chunk, sequence_of_segment;
-};
-PackedTables MakePackedTables(std::span<const std::int64_t> cu_seqlens, int log_segment);
+// The non-empty sequences of a packed batch.
+std::vector<Sequence> MakeSequences(std::span<const std::int64_t> cu_seqlens, int log_segment);
 
 }  // namespace fenwick::cuda::hopper
