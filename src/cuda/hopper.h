@@ -23,8 +23,9 @@ std::size_t BackwardWorkspaceBytes(const Inputs& inputs, const StateGradView& d_
 void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
               const Gradients& gradients, const Context& context, const DeviceTraits& device);
 
-// Workspace that later backward calls of the process aim at before they run heads in groups; 0: the
-// default. For tests that want several groups at small sizes.
+// Workspace that later calls of the process aim at before they run heads in groups; 0: the default.
+// For tests that want several groups at small sizes.
+void AimForwardWorkspaceAt(std::size_t bytes);
 void AimBackwardWorkspaceAt(std::size_t bytes);
 
 }  // namespace fenwick::cuda::hopper

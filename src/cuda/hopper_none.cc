@@ -24,6 +24,7 @@ void Backward(const Inputs&, const TensorView&, const StateGradView&, const Grad
   throw Error("this build has no Hopper kernels");
 }
 
+void AimForwardWorkspaceAt(std::size_t) {}
 void AimBackwardWorkspaceAt(std::size_t) {}
 
 }  // namespace fenwick::cuda::hopper

@@ -28,6 +28,17 @@ struct FakeCall {
     gradients.g = inputs.g;
     gradients.level_scales = inputs.level_scales;
   }
+
+  // One to ask the forward for.
+  StateView FinalState() const {
+    const std::int64_t N = inputs.num_sequences(), T = inputs.q.size(1);
+    StateView state;
+    state.position = TensorView(inputs.q.data, DType::kInt64, {N});
+    state.nodes = TensorView(
+        inputs.q.data, DType::kFloat32,
+        {N, inputs.v.size(2), NumSlots(NextBase(0, T)), inputs.q.size(3), inputs.v.size(3)});
+    return state;
+  }
 };
 
 }  // namespace fenwick::testing

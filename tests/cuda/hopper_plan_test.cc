@@ -101,6 +101,18 @@ TEST(HopperPlan, PacksSequencesWithEmptyOnes) {
   EXPECT_EQ(sequences[2].first_segment, 2);
 }
 
+TEST(HopperPlan, FinalStatesOfPackedSequencesTakeTables) {
+  Call call(1, 3000, 1, 4, 64, 64);
+  const auto plan = [&] {
+    return MakeForwardPlan(call.inputs, call.FinalState(), kMultiprocessors).value();
+  };
+  EXPECT_EQ(plan().workspace.bytes, call.Forward()->workspace.bytes);
+  call.cu_seqlens = {0, 0, 1, 129, 129, 3000};
+  call.inputs.cu_seqlens = call.cu_seqlens;
+  EXPECT_EQ(plan().packed_states, 5);
+  EXPECT_EQ(plan().workspace.bytes, call.Forward()->workspace.bytes + 2 * 256);
+}
+
 TEST(HopperPlan, HeadsRunInWholeOrEqualPartsOfAGroup) {
   for (const auto& [G, H] :
        {std::pair{1, 48}, std::pair{16, 16}, std::pair{2, 30}, std::pair{1, 7}}) {
@@ -142,6 +154,9 @@ TEST(HopperPlan, AimsAtTheWorkspaceThatATestAsksFor) {
   AimBackwardWorkspaceAt(1);
   EXPECT_EQ(call.Backward().value().forward.heads_per_pass, 1);
   AimBackwardWorkspaceAt(0);
+  AimForwardWorkspaceAt(1);
+  EXPECT_EQ(call.Forward().value().heads_per_pass, 1);
+  AimForwardWorkspaceAt(0);
   EXPECT_EQ(call.Backward().value().forward.heads_per_pass, 6);
 }
 

@@ -37,14 +37,15 @@ class HopperTest : public ::testing::Test {
 class HopperKernels : public HopperTest, public ::testing::WithParamInterface<Case> {};
 
 // Nothing here may quietly run on the general kernels.
-void ExpectFits(const ProblemSpec& spec) {
+void ExpectFits(const ProblemSpec& spec, bool backward = true) {
   testing::FakeCall call(spec.B, spec.T, spec.G, spec.H, spec.K, spec.V, spec.options.dtype);
   call.inputs.level_scales =
       TensorView(call.inputs.q.data, spec.options.scales_dtype, {spec.B, spec.T, spec.H, spec.L});
   call.gradients.level_scales = call.inputs.level_scales;
   const cuda::DeviceTraits& device = cuda::CurrentDevice();
-  EXPECT_TRUE(cuda::hopper::ForwardFits(call.inputs, {}, device));
-  EXPECT_TRUE(cuda::hopper::BackwardFits(call.inputs, {}, call.gradients, device));
+  EXPECT_TRUE(cuda::hopper::ForwardFits(
+      call.inputs, spec.options.final_state ? call.FinalState() : StateView(), device));
+  EXPECT_EQ(cuda::hopper::BackwardFits(call.inputs, {}, call.gradients, device), backward);
 }
 
 ProblemSpec Spec() {
@@ -52,7 +53,6 @@ ProblemSpec Spec() {
   spec.transition = Transition::kScalarGate;
   spec.options.device = Device::kCUDA;
   spec.options.dtype = spec.options.scales_dtype = DType::kBFloat16;
-  spec.options.final_state = false;
   return spec;
 }
 
@@ -74,6 +74,7 @@ void SetTypes(ProblemSpec& spec, DType dtype, DType scales) {
 
 const Case kCases[] = {
     {"Plain", [](ProblemSpec& s) { s.B = 2; }},
+    {"NoFinalState", [](ProblemSpec& s) { s.options.final_state = false; }},
     {"OneToken", [](ProblemSpec& s) { s.B = 2, s.T = 1, s.G = s.H = 4; }},
     {"OneChunk", [](ProblemSpec& s) { s.T = 128; }},
     {"ManySegments", [](ProblemSpec& s) { s.T = 128 * 21 + 5, s.H = 1; }},
@@ -133,6 +134,7 @@ TEST_F(HopperTest, ForwardOfARowAloneIsBitwiseTheSame) {
   const reference::Result alone =
       support::RunForward(support::SliceRow(problem.arguments, 1), spec.options);
   EXPECT_EQ(alone.o.data, support::Slice(all.o, 0, 1, 2).data);
+  EXPECT_EQ(alone.final_state.nodes.data, support::SliceState(all.final_state, 1, 2).nodes.data);
 }
 
 TEST_F(HopperTest, BackwardRepeatsBitwise) {
@@ -148,6 +150,64 @@ TEST_F(HopperTest, BackwardRepeatsBitwise) {
   EXPECT_EQ(first.v.data, second.v.data);
   EXPECT_EQ(first.g.data, second.g.data);
   EXPECT_EQ(first.level_scales.data, second.level_scales.data);
+}
+
+// States that end anywhere in a chunk: with and without a node of half a chunk, with none at all.
+TEST_F(HopperTest, FinalStates) {
+  for (const std::int64_t T : {63, 64, 128, 129, 191, 192, 193, 256, 257, 320, 321, 1000}) {
+    ProblemSpec spec = Spec();
+    spec.B = 2, spec.T = T, spec.G = 1, spec.H = 2, spec.K = 72, spec.V = 72;
+    spec.gate = T % 2 == 0 ? Gate::kReset : Gate::kMild;
+    if (T > 320) {  // several nodes in the top slot, none of which has decayed
+      spec.L = 9, spec.saturate = true;
+      spec.gate = Gate::kTiny, spec.gate_everywhere = true;
+    }
+    spec.options.spare_slots = static_cast<int>(T % 3);
+    const support::Problem problem = support::RandomProblem(spec, NextSeed());
+    SCOPED_TRACE(support::Describe(problem.spec));
+    ExpectFits(problem.spec);
+    ExpectClose(support::CheckForward(problem));
+  }
+}
+
+// Heads in passes of one, of a group, and of all; keys that the backward's kernels do not take.
+TEST_F(HopperTest, FinalStatesInPasses) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    ProblemSpec spec = Spec();
+    SetTypes(spec, dtype, dtype);
+    spec.lengths = {0, 320, 1, 0, 577, 64 * 7 + 65, 0};
+    spec.G = 2, spec.H = 6, spec.V = 24;
+    spec.K = dtype == DType::kFloat16 ? 136 : 40;
+    const support::Problem problem = support::RandomProblem(spec, NextSeed());
+    SCOPED_TRACE(support::Describe(problem.spec));
+    ExpectFits(problem.spec, spec.K <= 128);
+    for (const std::size_t bytes : {std::size_t{1}, std::size_t{800} << 10, std::size_t{3} << 20}) {
+      cuda::hopper::AimForwardWorkspaceAt(bytes);
+      ExpectClose(support::CheckForward(problem));
+    }
+    cuda::hopper::AimForwardWorkspaceAt(0);
+  }
+}
+
+// Decoding goes on from a final state, across two folds of the ring; nothing decays.
+TEST_F(HopperTest, StepsAfterAPrefill) {
+  for (const bool saturate : {false, true}) {
+    ProblemSpec spec = Spec();
+    spec.B = 2, spec.T = 620, spec.G = 1, spec.H = 2, spec.K = 64, spec.V = 40;
+    spec.gate = Gate::kTiny, spec.gate_everywhere = true;
+    if (saturate) spec.L = 9, spec.saturate = true;
+    const std::int64_t prompt = 450;
+    const support::Problem problem = support::RandomProblem(spec, NextSeed());
+    SCOPED_TRACE(support::Describe(problem.spec));
+    reference::Arguments rest = support::SliceTokens(problem.arguments, prompt, spec.T);
+    rest.initial_state =
+        support::RunForward(support::SliceTokens(problem.arguments, 0, prompt), spec.options)
+            .final_state;
+    const reference::Tensor whole = reference::Forward(problem.arguments).o;
+    ExpectClose("o", support::RunSteps(rest, {1, 63, 64, 2, 40}, spec.options).o,
+                support::Slice(whole, 1, prompt, spec.T),
+                support::Tolerance(spec.options, spec.T, /*gradient=*/false));
+  }
 }
 
 }  // namespace

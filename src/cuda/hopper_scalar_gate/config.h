@@ -45,6 +45,9 @@ inline constexpr int kMaxSegmentLevels = kMaxNodes - kMaxLogSegment;
 // Kernels that keep all of them in registers exist for few levels (T up to 128K) as well.
 inline constexpr int kFewSegmentLevels = 6;
 
+// Rows of K in a block of the final nodes' kernel.
+inline constexpr int kFinalRows = 64;
+
 // Heads x value tiles of one item of the output kernel at most.
 inline constexpr int kMaxTilesPerItem = 24;
 // In the backward each run of heads also writes a partial sum of dq and dk: fewer, longer runs. The

@@ -1,8 +1,9 @@
-// The forward of the scalar gate on Hopper: plan, tables, tensor maps, and the passes for one head
-// group after another.
+// The forward of the scalar gate on Hopper: plan, tables, tensor maps, the passes for one head
+// group after another, and the final state.
 #include <algorithm>
 
 #include "cuda/hopper.h"
+#include "cuda/hopper_scalar_gate/final_nodes.cuh"
 #include "cuda/hopper_scalar_gate/kernels.h"
 #include "cuda/hopper_scalar_gate/layout.cuh"
 #include "cuda/hopper_scalar_gate/plan.h"
@@ -32,13 +33,33 @@ __global__ void FillTables(const Sequence* sequences, int log_segment, int* sequ
 
 template <typename Element>
 void LaunchForward(const ForwardParams& params, DType scales, const ForwardMaps& maps,
-                   cudaStream_t stream) {
+                   const FinalNodes& final_nodes, cudaStream_t stream) {
   LaunchStates<Element>(params, scales, maps, stream);
   switch (params.key_size) {
-    case 64: return LaunchOutput<Element, 64>(params, maps, stream);
-    case 128: return LaunchOutput<Element, 128>(params, maps, stream);
-    case 256: return LaunchOutput<Element, 256>(params, maps, stream);
+    case 64: LaunchOutput<Element, 64>(params, maps, stream); break;
+    case 128: LaunchOutput<Element, 128>(params, maps, stream); break;
+    case 256: LaunchOutput<Element, 256>(params, maps, stream); break;
   }
+  if (final_nodes.slots > 0) LaunchFinalNodes<Element>(params, final_nodes, stream);
+}
+
+// The call as the general kernels see it, for what is shared of final states, but with chunks of
+// this path.
+general::Problem MakeGeneralProblem(const ForwardPlan& plan, const Inputs& inputs, char* workspace,
+                                    cudaStream_t stream) {
+  general::Plan view = general::MakePlan(inputs);
+  view.chunks_per_sequence = plan.layout.chunks_per_sequence;
+  general::Tables tables;
+  if (plan.packed_states > 0) {
+    for (std::int64_t n = 0; n < view.N; ++n) {
+      const std::int64_t tokens = view.token_begin[n + 1] - view.token_begin[n];
+      view.chunk_begin[n + 1] = view.chunk_begin[n] + (tokens + kChunk - 1) / kChunk;
+    }
+    tables.token_begin = reinterpret_cast<std::int64_t*>(workspace + plan.workspace.token_begin);
+    tables.chunk_begin = reinterpret_cast<std::int64_t*>(workspace + plan.workspace.chunk_begin);
+    general::UploadTables(view, tables, stream);
+  }
+  return general::MakeProblem(inputs, view, tables);
 }
 
 }  // namespace
@@ -100,8 +121,8 @@ void Forward(const Inputs& inputs, const TensorView& o, const StateView& final_s
              const Context& context, const DeviceTraits& device) {
   const ForwardPlan plan = MakeForwardPlan(inputs, final_state, device.multiprocessors).value();
   const auto stream = static_cast<cudaStream_t>(context.stream);
-  ForwardParams params =
-      SetUpForward(plan, plan.workspace, inputs, static_cast<char*>(context.workspace), stream);
+  auto* workspace = static_cast<char*>(context.workspace);
+  ForwardParams params = SetUpForward(plan, plan.workspace, inputs, workspace, stream);
   params.o = o.data;
   params.o_mapped = CanMapStores(o);
   params.o_batch_stride = o.stride(0);
@@ -117,6 +138,12 @@ void Forward(const Inputs& inputs, const TensorView& o, const StateView& final_s
     params.scales_tile_columns = TileColumns(plan.scales_tile_heads, params.levels);
     maps.scales = MapHeads(inputs.level_scales, kChunk, params.scales_tile_columns);
   }
+  FinalNodes final_nodes;
+  if (final_state.given()) {
+    final_nodes.call = MakeGeneralProblem(plan, inputs, workspace, stream);
+    final_nodes.nodes = static_cast<float*>(final_state.nodes.data);
+    final_nodes.slots = static_cast<int>(final_state.nodes.size(2));
+  }
 
   const int heads = static_cast<int>(inputs.v.size(2));
   for (int head = 0; head < heads; head += plan.heads_per_pass) {
@@ -124,11 +151,12 @@ void Forward(const Inputs& inputs, const TensorView& o, const StateView& final_s
     params.num_heads = std::min(plan.heads_per_pass, heads - head);
     const DType scales = inputs.level_scales.dtype;
     if (inputs.q.dtype == DType::kBFloat16) {
-      LaunchForward<BFloat16>(params, scales, maps, stream);
+      LaunchForward<BFloat16>(params, scales, maps, final_nodes, stream);
     } else {
-      LaunchForward<Float16>(params, scales, maps, stream);
+      LaunchForward<Float16>(params, scales, maps, final_nodes, stream);
     }
   }
+  if (final_state.given()) general::WriteFinalRing(final_nodes.call, final_state, stream);
 }
 
 }  // namespace fenwick::cuda::hopper

@@ -1,9 +1,11 @@
 #include "cuda/hopper_scalar_gate/plan.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <climits>
 
+#include "cuda/hopper.h"
 #include "cuda/tile/mappable.h"
 
 namespace fenwick::cuda::hopper {
@@ -85,7 +87,16 @@ int ChooseHeadsPerItem(const ForwardPlan& plan, int heads_in_group, int groups) 
   return best;
 }
 
+std::atomic<std::size_t> g_workspace_target{0};
+
+std::size_t WorkspaceTarget() {
+  const std::size_t target = g_workspace_target.load();
+  return target > 0 ? target : kForwardWorkspaceTarget;
+}
+
 }  // namespace
+
+void AimForwardWorkspaceAt(std::size_t bytes) { g_workspace_target.store(bytes); }
 
 ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int heads) {
   ForwardWorkspace w;
@@ -109,6 +120,10 @@ ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int
   place(w.node_decay, chunks * 4);
   place(w.segment_states, segments * state * 4);
   place(w.segment_decay, segments * 4);
+  if (plan.packed_states > 0) {
+    place(w.token_begin, (plan.packed_states + 1) * sizeof(std::int64_t));
+    place(w.chunk_begin, (plan.packed_states + 1) * sizeof(std::int64_t));
+  }
   return w;
 }
 
@@ -142,8 +157,7 @@ int ChooseHeadsPerPass(int heads_in_group, int groups, const std::function<bool(
 
 std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView& final_state,
                                            int multiprocessors) {
-  if (inputs.transition != Transition::kScalarGate || inputs.initial_state.given() ||
-      final_state.given()) {
+  if (inputs.transition != Transition::kScalarGate || inputs.initial_state.given()) {
     return std::nullopt;
   }
   if (inputs.q.dtype != DType::kBFloat16 && inputs.q.dtype != DType::kFloat16) return std::nullopt;
@@ -165,6 +179,7 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
   const int heads_in_group = heads / groups;
   const bool packed = !inputs.cu_seqlens.empty();
 
+  if (packed && final_state.given()) plan.packed_states = inputs.num_sequences();
   plan.scales_tile_heads =
       ChooseScalesTileHeads(inputs.level_scales, inputs.q.dtype, plan.key_size);
 
@@ -176,7 +191,7 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
     if (plan.layout.num_segments * blocks_per_segment >= 2 * multiprocessors) break;
   }
   plan.heads_per_pass = ChooseHeadsPerPass(heads_in_group, groups, [&](int count) {
-    return PlaceForwardWorkspace(plan, packed, count).bytes <= kForwardWorkspaceTarget;
+    return PlaceForwardWorkspace(plan, packed, count).bytes <= WorkspaceTarget();
   });
   plan.workspace = PlaceForwardWorkspace(plan, packed, plan.heads_per_pass);
   const int heads_together = std::min(heads_in_group, plan.heads_per_pass);
@@ -186,8 +201,13 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
   // Grids: everything runs along x.
   const std::int64_t tree_blocks = std::int64_t{plan.value_tiles} * plan.key_size * kValueTile /
                                    512 * plan.heads_per_pass * plan.layout.num_sequences;
+  const std::int64_t node_blocks = final_state.given()
+                                       ? DivideUp(key_size, kFinalRows) * plan.value_tiles *
+                                             plan.heads_per_pass * inputs.num_sequences() *
+                                             final_state.nodes.size(2)
+                                       : 0;
   if (plan.layout.num_segments * blocks_per_segment > INT_MAX || tree_blocks > INT_MAX ||
-      std::int64_t{plan.layout.num_chunks} * heads > INT_MAX) {
+      node_blocks > INT_MAX || std::int64_t{plan.layout.num_chunks} * heads > INT_MAX) {
     return std::nullopt;
   }
   return plan;

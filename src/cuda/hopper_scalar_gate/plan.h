@@ -19,6 +19,7 @@ struct ForwardWorkspace {
   std::size_t items_taken = 0, local_decay = 0, decay_to_end = 0, weights = 0, node_states = 0,
               node_decay = 0;
   std::size_t segment_states = 0, segment_decay = 0;
+  std::size_t token_begin = 0, chunk_begin = 0;  // final states of packed sequences only
   std::size_t bytes = 0;
 };
 
@@ -33,6 +34,8 @@ struct ForwardPlan {
   // Heads whose level scales lie in one tile that the output kernel can copy from the tensor; 0:
   // the weights are a pass of their own.
   int scales_tile_heads = 0;
+  // Packed sequences, empty ones included, whose final states are asked for.
+  std::int64_t packed_states = 0;
   ForwardWorkspace workspace;
 };
 
