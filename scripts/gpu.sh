@@ -67,7 +67,10 @@ fi
 if wants test; then
   [[ -x $build/bin/cuda_plan_test ]] && run plan_test "$build/bin/cuda_plan_test"
   run general_test "$build/bin/cuda_general_test"
-  [[ $capability == 90a ]] && run hopper_check "$build/bin/hopper_scalar_gate" check
+  if [[ $capability == 90a ]]; then
+    run hopper_test "$build/bin/cuda_hopper_test"
+    run hopper_check "$build/bin/hopper_scalar_gate" check
+  fi
   run property_test "$build/bin/property_test" "--gtest_filter=${FILTER:-*Cuda*}"
 fi
 
@@ -75,6 +78,8 @@ if wants sanitize; then
   for tool in memcheck racecheck; do
     run "$tool" timeout 240 compute-sanitizer --tool "$tool" --error-exitcode 9 \
       "$build/bin/cuda_general_test"
+    [[ $capability == 90a ]] && run "hopper_$tool" timeout 240 compute-sanitizer --tool "$tool" \
+      --error-exitcode 9 "$build/bin/cuda_hopper_test" '--gtest_filter=*Plain:*Packed'
   done
 fi
 
