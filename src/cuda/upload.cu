@@ -1,10 +1,9 @@
-#include "cuda/upload.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 #include "cuda/launch.h"
+#include "cuda/upload.h"
 
 namespace fenwick::cuda {
 namespace {
