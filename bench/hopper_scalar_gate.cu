@@ -606,7 +606,7 @@ std::vector<char> Snapshot(const Problem& p, const Outputs& out) {
 
 bool RunBackward(const Problem& p, int repeats) {
   namespace hopper = fenwick::cuda::hopper;
-  hopper::AimBackwardWorkspaceAt(p.c.workspace);
+  hopper::AimWorkspaceAt(p.c.workspace);
   const fenwick::Inputs in = p.Inputs();
   const Outputs out(p);
   const fenwick::Gradients gradients = out.Views(p);
@@ -648,6 +648,7 @@ bool RunBackward(const Problem& p, int repeats) {
 // Runs one case; times it where repeats > 0. Returns false where the error is too large.
 bool RunCase(const Case& given, int repeats, std::uint32_t seed) {
   namespace hopper = fenwick::cuda::hopper;
+  hopper::AimWorkspaceAt(0);
   Problem p(given, seed);
   const Case& c = p.c;
   const fenwick::Inputs in = p.Inputs();

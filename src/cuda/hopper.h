@@ -25,7 +25,6 @@ void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& 
 
 // Workspace that later calls of the process aim at before they run heads in groups; 0: the default.
 // For tests that want several groups at small sizes.
-void AimForwardWorkspaceAt(std::size_t bytes);
-void AimBackwardWorkspaceAt(std::size_t bytes);
+void AimWorkspaceAt(std::size_t bytes);
 
 }  // namespace fenwick::cuda::hopper

@@ -24,7 +24,6 @@ void Backward(const Inputs&, const TensorView&, const StateGradView&, const Grad
   throw Error("this build has no Hopper kernels");
 }
 
-void AimForwardWorkspaceAt(std::size_t) {}
-void AimBackwardWorkspaceAt(std::size_t) {}
+void AimWorkspaceAt(std::size_t) {}
 
 }  // namespace fenwick::cuda::hopper

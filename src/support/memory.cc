@@ -8,10 +8,6 @@
 
 namespace fenwick::support {
 
-#if defined(FENWICK_CUDA)
-Memory& CudaMemory();  // cuda_memory.cu
-#endif
-
 namespace {
 
 constexpr std::size_t kAlignment = 256;

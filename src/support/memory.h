@@ -23,6 +23,11 @@ class Memory {
 // The memory of an available device; throws Error for one that is not.
 Memory& MemoryOf(Device device);
 
+#if defined(FENWICK_CUDA)
+// That of the current CUDA device (cuda_memory.cc, or the tests' emulator).
+Memory& CudaMemory();
+#endif
+
 // Devices that this build and machine have kernels for, the CPU first.
 std::vector<Device> AvailableDevices();
 const char* DeviceName(Device device);  // "cpu", "cuda"

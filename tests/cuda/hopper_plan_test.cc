@@ -151,12 +151,10 @@ TEST(HopperPlan, WorkspaceOfAMillionTokensStaysAQuarterOfTheTensors) {
 
 TEST(HopperPlan, AimsAtTheWorkspaceThatATestAsksFor) {
   const Call call(1, 4000, 3, 6, 64, 64);
-  AimBackwardWorkspaceAt(1);
+  AimWorkspaceAt(1);
   EXPECT_EQ(call.Backward().value().forward.heads_per_pass, 1);
-  AimBackwardWorkspaceAt(0);
-  AimForwardWorkspaceAt(1);
   EXPECT_EQ(call.Forward().value().heads_per_pass, 1);
-  AimForwardWorkspaceAt(0);
+  AimWorkspaceAt(0);
   EXPECT_EQ(call.Backward().value().forward.heads_per_pass, 6);
 }
 

@@ -119,10 +119,10 @@ TEST_F(HopperTest, BackwardInPasses) {
   spec.G = 2, spec.H = 6, spec.K = 64, spec.V = 64;
   const support::Problem problem = support::RandomProblem(spec, NextSeed());
   for (const std::size_t bytes : {std::size_t{1}, std::size_t{9} << 20}) {
-    cuda::hopper::AimBackwardWorkspaceAt(bytes);
+    cuda::hopper::AimWorkspaceAt(bytes);
     ExpectClose(support::CheckBackward(problem));
   }
-  cuda::hopper::AimBackwardWorkspaceAt(0);
+  cuda::hopper::AimWorkspaceAt(0);
 }
 
 // Segments of two lengths: the batch is large enough for long ones (on the emulator's device).
@@ -182,10 +182,10 @@ TEST_F(HopperTest, FinalStatesInPasses) {
     SCOPED_TRACE(support::Describe(problem.spec));
     ExpectFits(problem.spec, spec.K <= 128);
     for (const std::size_t bytes : {std::size_t{1}, std::size_t{800} << 10, std::size_t{3} << 20}) {
-      cuda::hopper::AimForwardWorkspaceAt(bytes);
+      cuda::hopper::AimWorkspaceAt(bytes);
       ExpectClose(support::CheckForward(problem));
     }
-    cuda::hopper::AimForwardWorkspaceAt(0);
+    cuda::hopper::AimWorkspaceAt(0);
   }
 }
 

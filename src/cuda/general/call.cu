@@ -1,5 +1,3 @@
-#include <utility>
-
 #include "cuda/general/call.h"
 #include "cuda/launch.h"
 #include "cuda/upload.h"
@@ -30,10 +28,8 @@ Tables TakeTables(Arena& arena, const Plan& plan) {
 }
 
 void UploadTables(const Plan& plan, const Tables& tables, cudaStream_t stream) {
-  for (const auto& [from, to] : {std::pair{&plan.token_begin, tables.token_begin},
-                                 {&plan.chunk_begin, tables.chunk_begin}}) {
-    Upload(to, from->data(), from->size() * sizeof(std::int64_t), stream);
-  }
+  Upload(plan.token_begin, tables.token_begin, stream);
+  Upload(plan.chunk_begin, tables.chunk_begin, stream);
 }
 
 Rows MakeRows(const TensorView& view) {

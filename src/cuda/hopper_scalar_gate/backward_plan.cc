@@ -1,6 +1,5 @@
 // Pure host code: the plan of a backward call.
 #include <algorithm>
-#include <atomic>
 #include <bit>
 
 #include "cuda/hopper.h"
@@ -13,16 +12,14 @@ namespace {
 // What a backward call may use beside its tensors: 4 GiB, or a quarter of what they hold where that
 // is more (at T = 1M 4 GiB are enough for a few heads only).
 constexpr std::size_t kLeastWorkspaceTarget = std::size_t{4} << 30;
-std::atomic<std::size_t> g_workspace_target{0};
 
-std::size_t WorkspaceTarget(const Inputs& inputs) {
-  if (const std::size_t target = g_workspace_target.load(); target > 0) return target;
+std::size_t BackwardWorkspaceTarget(const Inputs& inputs) {
   std::size_t bytes = 0;  // inputs, output, and a gradient of each
   for (const TensorView* view :
        {&inputs.q, &inputs.k, &inputs.v, &inputs.v, &inputs.g, &inputs.level_scales}) {
     bytes += 2 * static_cast<std::size_t>(view->num_elements()) * ElementSize(view->dtype);
   }
-  return std::max(kLeastWorkspaceTarget, bytes / 4);
+  return WorkspaceTarget(std::max(kLeastWorkspaceTarget, bytes / 4));
 }
 
 void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads, int multiprocessors) {
@@ -76,8 +73,6 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads, int multipr
 
 }  // namespace
 
-void AimBackwardWorkspaceAt(std::size_t bytes) { g_workspace_target.store(bytes); }
-
 std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
                                              const StateGradView& d_final_state,
                                              const Gradients& gradients, int multiprocessors) {
@@ -96,7 +91,7 @@ std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
   const int nodes = forward->weight_rows - kLocalLevels;
   plan.segment_levels = std::max(1, nodes - forward->layout.log_segment);
   const int groups = static_cast<int>(inputs.q.size(2));
-  const std::size_t workspace_target = WorkspaceTarget(inputs);
+  const std::size_t workspace_target = BackwardWorkspaceTarget(inputs);
   const int heads =
       ChooseHeadsPerPass(static_cast<int>(inputs.v.size(2)) / groups, groups, [&](int count) {
         PlaceHeads(plan, inputs, count, multiprocessors);

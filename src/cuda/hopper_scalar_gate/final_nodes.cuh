@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "cuda/general/call.h"
+#include "cuda/hopper_scalar_gate/layout.cuh"
 #include "cuda/hopper_scalar_gate/params.h"
 #include "cuda/launch.h"
 #include "cuda/ptx/math.cuh"
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kFinalThreads)
   const general::Problem& call = state.call;
   general::FlatIndex index{blockIdx.x};
   const int slot = index.Take(state.slots);
-  const int first_row = index.Take((call.K + kFinalRows - 1) / kFinalRows) * kFinalRows +
+  const int first_row = index.Take(DivideUp(call.K, kFinalRows)) * kFinalRows +
                         static_cast<int>(threadIdx.x) / 32 * kFinalWarpRows;
   const int value_tile = index.Take(p.value_tiles);
   const int local_head = index.Take(p.num_heads), head = p.head_begin + local_head;

@@ -97,7 +97,7 @@ ForwardParams SetUpForward(const ForwardPlan& plan, const ForwardWorkspace& w, c
     auto* table = reinterpret_cast<Sequence*>(workspace + w.sequences);
     auto* of_chunk = reinterpret_cast<int*>(workspace + w.sequence_of_chunk);
     auto* of_segment = reinterpret_cast<int*>(workspace + w.sequence_of_segment);
-    Upload(table, sequences.data(), sequences.size() * sizeof(Sequence), stream);
+    Upload(sequences, table, stream);
     Launch("fill tables", FillTables, static_cast<std::int64_t>(sequences.size()), 128, 0, stream,
            table, plan.layout.log_segment, of_chunk, of_segment);
     p.layout.sequences = table;

@@ -89,14 +89,14 @@ int ChooseHeadsPerItem(const ForwardPlan& plan, int heads_in_group, int groups) 
 
 std::atomic<std::size_t> g_workspace_target{0};
 
-std::size_t WorkspaceTarget() {
-  const std::size_t target = g_workspace_target.load();
-  return target > 0 ? target : kForwardWorkspaceTarget;
-}
-
 }  // namespace
 
-void AimForwardWorkspaceAt(std::size_t bytes) { g_workspace_target.store(bytes); }
+void AimWorkspaceAt(std::size_t bytes) { g_workspace_target.store(bytes); }
+
+std::size_t WorkspaceTarget(std::size_t standard) {
+  const std::size_t target = g_workspace_target.load();
+  return target > 0 ? target : standard;
+}
 
 ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int heads) {
   ForwardWorkspace w;
@@ -191,7 +191,8 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
     if (plan.layout.num_segments * blocks_per_segment >= 2 * multiprocessors) break;
   }
   plan.heads_per_pass = ChooseHeadsPerPass(heads_in_group, groups, [&](int count) {
-    return PlaceForwardWorkspace(plan, packed, count).bytes <= WorkspaceTarget();
+    return PlaceForwardWorkspace(plan, packed, count).bytes <=
+           WorkspaceTarget(kForwardWorkspaceTarget);
   });
   plan.workspace = PlaceForwardWorkspace(plan, packed, plan.heads_per_pass);
   const int heads_together = std::min(heads_in_group, plan.heads_per_pass);

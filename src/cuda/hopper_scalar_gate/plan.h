@@ -76,6 +76,9 @@ std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
                                              const StateGradView& d_final_state,
                                              const Gradients& gradients, int multiprocessors);
 
+// What AimWorkspaceAt (hopper.h) was told, or the standard target.
+std::size_t WorkspaceTarget(std::size_t standard);
+
 // The non-empty sequences of a packed batch.
 std::vector<Sequence> MakeSequences(std::span<const std::int64_t> cu_seqlens, int log_segment);
 

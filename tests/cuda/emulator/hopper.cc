@@ -25,7 +25,8 @@ struct TensorMap {
 
   int box_bytes() const { return 2 * box[0] * box[1] * box[2] * box[3]; }
 
-  // Calls f(shared address, element in global memory or null outside, its column is the tensor's).
+  // Calls f(shared address, element in global memory, its column in the tensor); the element is
+  // null where its row lies outside.
   template <typename F>
   void ForEach(std::uint32_t shared, const std::array<int, 4>& at, F&& f) const {
     std::uint32_t address = shared;
@@ -91,6 +92,20 @@ void Complete(std::uint32_t address, std::uint32_t bytes) {
   barrier.bytes -= static_cast<std::int32_t>(bytes);
   Settle(barrier);
   --g_loads;
+}
+
+void StartLoad(std::uint32_t barrier, std::uint32_t bytes, std::function<void()> perform) {
+  ++g_loads;
+  Later([=] {
+    perform();
+    Complete(barrier, bytes);
+  });
+}
+
+void CheckBytes(const void* global, std::uint32_t bytes) {
+  if (bytes % 16 != 0 || reinterpret_cast<std::uintptr_t>(global) % 16 != 0) {
+    Fail("a misaligned copy");
+  }
 }
 
 // A store under way: whoever comes first, chance or a wait, performs it.
@@ -178,7 +193,7 @@ bool g_products_at_once = false;
 void Perform(std::size_t begin, std::size_t end) {
   SyncWarp();  // all lanes have asked for their parts
   auto& groups = This().product_groups;
-  const int first = static_cast<int>(threadIdx.x) / kWarp * kWarp;
+  const int first = Warp() * kWarp;
   for (std::size_t group = begin; group < end; ++group) {
     for (std::size_t i = 0; i < groups[group].size(); ++i) {
       std::array<std::array<std::uint32_t, 4>, 32> fragments;
@@ -221,14 +236,12 @@ void LoadTile(std::uint32_t shared, const CUtensorMap* map, std::uint32_t barrie
               const std::array<int, 4>& at) {
   const TensorMap tensor = Open(map);
   CheckTile(tensor, shared);
-  ++g_loads;
-  Later([=] {
+  StartLoad(barrier, tensor.box_bytes(), [=] {
     tensor.ForEach(shared, at, [&](std::uint32_t to, const void* from, std::int64_t column) {
       std::uint16_t bits = 0;
       if (from != nullptr && column < tensor.sizes[0]) std::memcpy(&bits, from, 2);
       std::memcpy(Shared(to, 2, 2), &bits, 2);
     });
-    Complete(barrier, tensor.box_bytes());
   });
 }
 
@@ -246,20 +259,12 @@ void StoreTile(const CUtensorMap* map, std::uint32_t shared, const std::array<in
 
 void LoadBytes(std::uint32_t shared, const void* global, std::uint32_t bytes,
                std::uint32_t barrier) {
-  if (bytes % 16 != 0 || reinterpret_cast<std::uintptr_t>(global) % 16 != 0) {
-    Fail("a misaligned copy");
-  }
-  ++g_loads;
-  Later([=] {
-    std::memcpy(Shared(shared, bytes, 16), global, bytes);
-    Complete(barrier, bytes);
-  });
+  CheckBytes(global, bytes);
+  StartLoad(barrier, bytes, [=] { std::memcpy(Shared(shared, bytes, 16), global, bytes); });
 }
 
 void StoreBytes(void* global, std::uint32_t shared, std::uint32_t bytes) {
-  if (bytes % 16 != 0 || reinterpret_cast<std::uintptr_t>(global) % 16 != 0) {
-    Fail("a misaligned copy");
-  }
+  CheckBytes(global, bytes);
   StartStore([=] { std::memcpy(global, Shared(shared, bytes, 16), bytes); });
 }
 
