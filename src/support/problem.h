@@ -66,7 +66,8 @@ std::vector<Comparison> Compare(const Problem& problem, const reference::Result&
                                 const reference::Result& expected);
 std::vector<Comparison> Compare(const Problem& problem, const reference::Gradients& gradients,
                                 const reference::Gradients& expected);
-// Runs Forward, respectively Backward, with problem.spec.options and compares.
+// Runs Forward, respectively Backward, with problem.spec.options and compares; a result that is
+// ill-conditioned is allowed the error that its inputs' rounding causes.
 std::vector<Comparison> CheckForward(const Problem& problem);
 std::vector<Comparison> CheckBackward(const Problem& problem);
 
