@@ -42,6 +42,10 @@ TEST(HopperPlan, LeavesTheRestToTheGeneralKernels) {
   EXPECT_FALSE(Call(1, 100, 2, 2, 60, 64).Forward().has_value());  // rows of 120 bytes
   EXPECT_FALSE(Call(1, 100, 1, 1, 256, 64).Backward().has_value());
   EXPECT_FALSE(Call(1, 20000, 1, 1, 64, 64, DType::kFloat16).Backward().has_value());
+  Call packed(1, 20000, 1, 1, 64, 64, DType::kFloat16);  // no sequence of it is too long
+  packed.cu_seqlens = {0, 9000, 20000};
+  packed.inputs.cu_seqlens = packed.cu_seqlens;
+  EXPECT_TRUE(packed.Backward().has_value());
 
   Call misaligned(1, 100, 1, 1, 64, 64);
   misaligned.inputs.v.data = static_cast<char*>(misaligned.inputs.v.data) + 2;
@@ -93,7 +97,7 @@ TEST(HopperPlan, PacksSequencesWithEmptyOnes) {
   ASSERT_TRUE(plan.has_value());
   EXPECT_EQ(plan->layout.num_sequences, 3);
   EXPECT_EQ(plan->layout.num_chunks, 1 + 1 + 23);
-  const std::vector<Sequence> sequences = MakeSequences(call.cu_seqlens, 2);
+  const std::vector<Sequence> sequences = MakeSequences(call.cu_seqlens, 6);
   ASSERT_EQ(sequences.size(), 3u);
   EXPECT_EQ(sequences[2].token, 129);
   EXPECT_EQ(sequences[2].length, 2871);
@@ -132,11 +136,7 @@ TEST(HopperPlan, WorkspaceOfALongCallStaysBelowFourGiB) {
   ASSERT_TRUE(forward.has_value() && backward.has_value());
   EXPECT_LE(forward->workspace.bytes, std::size_t{4} << 30);
   EXPECT_LE(backward->workspace.bytes, std::size_t{4} << 30);
-  // Half of the heads at a time; the local kernel takes all of a pass's heads in one run.
   EXPECT_EQ(backward->forward.heads_per_pass, 24);
-  EXPECT_GE(backward->node_runs * backward->node_heads, 24);
-  EXPECT_EQ(backward->local_runs, 1);
-  EXPECT_EQ(backward->local_heads, 24);
 }
 
 // What a call of a million tokens takes beside its 30 GB of tensors does not grow with the number
@@ -147,6 +147,35 @@ TEST(HopperPlan, WorkspaceOfAMillionTokensStaysAQuarterOfTheTensors) {
   ASSERT_TRUE(plan.has_value());
   EXPECT_LT(plan->forward.heads_per_pass, 48);
   EXPECT_LE(plan->workspace.bytes, std::size_t{8} << 30);
+}
+
+// How a sequence is cut must not depend on what else a call holds: sums would be grouped otherwise.
+TEST(HopperPlan, SegmentsAndRunsAreThoseOfTheSequenceAlone) {
+  for (const std::int64_t T : {100, 700, 2048, 5000, 8191, 40000}) {
+    const auto alone = Call(1, T, 1, 48, 128, 64).Backward().value();
+    const auto many = Call(9, T, 1, 48, 128, 64).Backward().value();
+    Call packed(1, T + 130000, 1, 48, 128, 64);
+    packed.cu_seqlens = {0, 3, 3 + T, T + 130000};
+    packed.inputs.cu_seqlens = packed.cu_seqlens;
+    const auto together = packed.Backward().value();
+    const int chunks = alone.longest;
+    for (const BackwardPlan& plan : {many, together}) {
+      EXPECT_EQ(plan.forward.layout.segments_wanted, alone.forward.layout.segments_wanted);
+      EXPECT_EQ(plan.node_runs.Runs(chunks, 48), alone.node_runs.Runs(chunks, 48));
+      EXPECT_EQ(plan.local_runs.Runs(chunks, 48), alone.local_runs.Runs(chunks, 48));
+    }
+  }
+}
+
+TEST(HopperPlan, ShortSequencesAreCutFiner) {
+  const auto plan = Call(2, 2048, 1, 48, 128, 64).Backward().value();
+  EXPECT_EQ(plan.local_runs.Runs(16, 48), 4);
+  EXPECT_EQ(plan.local_runs.Runs(256, 48), 1);
+  EXPECT_EQ(plan.node_runs.Runs(256, 48), 2);  // of at most 24 heads
+  const int wanted = plan.forward.layout.segments_wanted;
+  EXPECT_EQ(LogSegment(16, wanted), 2);
+  EXPECT_EQ(LogSegment(32, wanted), 3);
+  EXPECT_EQ(LogSegment(64, wanted), 4);
 }
 
 TEST(HopperPlan, AimsAtTheWorkspaceThatATestAsksFor) {
@@ -169,9 +198,12 @@ TEST(HopperPlan, StoresRowsOfWholeSixteenBytesByTheCopyEngine) {
 }
 
 TEST(HopperPlan, ArraysDoNotOverlap) {
-  const auto plan = Call(1, 5000, 1, 6, 128, 64).Backward();
+  AimWorkspaceAt(1);
+  const auto plan = Call(1, 3000, 1, 6, 128, 64).Backward();
+  AimWorkspaceAt(0);
   ASSERT_TRUE(plan.has_value());
-  ASSERT_GT(plan->local_runs, 1);
+  ASSERT_EQ(plan->forward.heads_per_pass, 1);
+  ASSERT_GT(plan->MostLocalRuns(6), 1);
   const BackwardWorkspace& w = plan->workspace;
   const std::size_t places[] = {w.forward.local_decay,
                                 w.forward.decay_to_end,
@@ -190,12 +222,13 @@ TEST(HopperPlan, ArraysDoNotOverlap) {
                                 w.flow_change,
                                 w.node_dq,
                                 w.local_dq,
-                                w.local_dk};
+                                w.local_dk,
+                                w.unfinished};
   for (std::size_t i = 0; i + 1 < std::size(places); ++i) {
     EXPECT_EQ(places[i] % 256, 0u);
     EXPECT_LT(places[i], places[i + 1]);
   }
-  EXPECT_LT(w.local_dk, w.bytes);
+  EXPECT_LT(w.unfinished, w.bytes);
 }
 
 }  // namespace

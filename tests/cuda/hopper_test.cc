@@ -79,6 +79,7 @@ const Case kCases[] = {
     {"OneChunk", [](ProblemSpec& s) { s.T = 128; }},
     {"ManySegments", [](ProblemSpec& s) { s.T = 128 * 21 + 5, s.H = 1; }},
     {"LongSegments", [](ProblemSpec& s) { s.T = 128 * 17, s.H = 3, s.K = 64; }},
+    {"ManyHeads", [](ProblemSpec& s) { s.T = 131, s.H = 34, s.K = 64, s.V = 72; }},
     {"Resets", [](ProblemSpec& s) { s.T = 700, s.gate = Gate::kReset; }},
     {"StrongDecay",
      [](ProblemSpec& s) { s.T = 700, s.gate = Gate::kHuge, s.gate_everywhere = true; }},
@@ -112,29 +113,79 @@ const Case kCases[] = {
 INSTANTIATE_TEST_SUITE_P(Cases, HopperKernels, ::testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
 
-// Heads in several passes, through which sums over the heads of a group go on.
-TEST_F(HopperTest, BackwardInPasses) {
-  ProblemSpec spec = Spec();
-  spec.lengths = {300, 1, 577};
-  spec.G = 2, spec.H = 6, spec.K = 64, spec.V = 64;
-  const support::Problem problem = support::RandomProblem(spec, NextSeed());
-  for (const std::size_t bytes : {std::size_t{1}, std::size_t{9} << 20}) {
-    cuda::hopper::AimWorkspaceAt(bytes);
-    ExpectClose(support::CheckBackward(problem));
-  }
-  cuda::hopper::AimWorkspaceAt(0);
+void ExpectSame(const reference::Gradients& a, const reference::Gradients& b) {
+  EXPECT_EQ(a.q.data, b.q.data);
+  EXPECT_EQ(a.k.data, b.k.data);
+  EXPECT_EQ(a.v.data, b.v.data);
+  EXPECT_EQ(a.g.data, b.g.data);
+  EXPECT_EQ(a.level_scales.data, b.level_scales.data);
 }
 
-// Segments of two lengths: the batch is large enough for long ones (on the emulator's device).
-TEST_F(HopperTest, ForwardOfARowAloneIsBitwiseTheSame) {
-  ProblemSpec spec = Spec();
-  spec.B = 3, spec.T = 18 * 128, spec.H = 1, spec.K = 64, spec.V = 64;
-  const support::Problem problem = support::RandomProblem(spec, NextSeed());
-  const reference::Result all = support::RunForward(problem.arguments, spec.options);
-  const reference::Result alone =
-      support::RunForward(support::SliceRow(problem.arguments, 1), spec.options);
-  EXPECT_EQ(alone.o.data, support::Slice(all.o, 0, 1, 2).data);
-  EXPECT_EQ(alone.final_state.nodes.data, support::SliceState(all.final_state, 1, 2).nodes.data);
+// Heads in several passes, through which sums over the heads of a group go on as if there was one.
+// With one group its runs of heads, of which short sequences have more, begin and end inside
+// passes.
+TEST_F(HopperTest, BackwardInPasses) {
+  for (const int G : {1, 2}) {
+    ProblemSpec spec = Spec();
+    spec.lengths = {300, 1, 577};
+    spec.G = G, spec.H = 6, spec.K = 64, spec.V = 64;
+    const support::Problem problem = support::RandomProblem(spec, NextSeed());
+    const auto run = [&] {
+      return support::RunBackward(problem.arguments, problem.d_o, {}, spec.options);
+    };
+    const reference::Gradients whole = run();
+    // Passes of 1 head; of 2, with one group (on the emulator's device); of 3, with two.
+    for (const std::size_t bytes : {std::size_t{1}, (G == 1 ? std::size_t{5800} : 3000) << 10}) {
+      cuda::hopper::AimWorkspaceAt(bytes);
+      SCOPED_TRACE(bytes);
+      ExpectSame(run(), whole);
+    }
+    cuda::hopper::AimWorkspaceAt(0);
+    ExpectClose(support::CheckBackward(problem));
+  }
+}
+
+// Rows of a batch, and packed sequences: lengths that are cut in segments and runs of heads in
+// several ways (on the emulator's device).
+TEST_F(HopperTest, ASequenceAloneIsBitwiseTheSame) {
+  for (const bool packed : {false, true}) {
+    ProblemSpec spec = Spec();
+    spec.H = 2, spec.K = 64, spec.V = 64;
+    if (packed) {
+      spec.lengths = {128 * 18 + 3, 0, 128 * 5, 77};
+    } else {
+      spec.B = 3, spec.T = 128 * 9;
+    }
+    const support::Problem problem = support::RandomProblem(spec, NextSeed());
+    const reference::Arguments& a = problem.arguments;
+    const reference::Result all = support::RunForward(a, spec.options);
+    const reference::Gradients all_grad = support::RunBackward(a, problem.d_o, {}, spec.options);
+    const auto count = static_cast<std::int64_t>(packed ? spec.lengths.size() : spec.B);
+    for (std::int64_t n = 0; n < count; ++n) {
+      SCOPED_TRACE(n);
+      const auto part = [&](const reference::Tensor& x) {
+        return packed ? support::Slice(x, 1, a.cu_seqlens[n], a.cu_seqlens[n + 1])
+                      : support::Slice(x, 0, n, n + 1);
+      };
+      const reference::Arguments alone =
+          packed ? support::SliceTokens(a, a.cu_seqlens[n], a.cu_seqlens[n + 1])
+                 : support::SliceRow(a, n);
+      const reference::Result result = support::RunForward(alone, spec.options);
+      EXPECT_EQ(result.o.data, part(all.o).data);
+      const auto& nodes = result.final_state.nodes;
+      EXPECT_EQ(nodes.data, support::Slice(support::SliceState(all.final_state, n, n + 1).nodes, 2,
+                                           0, nodes.size(2))
+                                .data);
+      ExpectSame(support::RunBackward(alone, part(problem.d_o), {}, spec.options),
+                 {.q = part(all_grad.q),
+                  .k = part(all_grad.k),
+                  .v = part(all_grad.v),
+                  .g = part(all_grad.g),
+                  .beta = {},
+                  .level_scales = part(all_grad.level_scales),
+                  .initial_state = {}});
+    }
+  }
 }
 
 TEST_F(HopperTest, BackwardRepeatsBitwise) {
@@ -144,12 +195,7 @@ TEST_F(HopperTest, BackwardRepeatsBitwise) {
   const auto run = [&] {
     return support::RunBackward(problem.arguments, problem.d_o, {}, spec.options);
   };
-  const reference::Gradients first = run(), second = run();
-  EXPECT_EQ(first.q.data, second.q.data);
-  EXPECT_EQ(first.k.data, second.k.data);
-  EXPECT_EQ(first.v.data, second.v.data);
-  EXPECT_EQ(first.g.data, second.g.data);
-  EXPECT_EQ(first.level_scales.data, second.level_scales.data);
+  ExpectSame(run(), run());
 }
 
 // States that end anywhere in a chunk: with and without a node of half a chunk, with none at all.

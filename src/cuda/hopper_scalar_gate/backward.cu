@@ -23,10 +23,9 @@ struct BackwardMaps {
   CUtensorMap d_o, dv;
 };
 
-KeyGradient MakeKeyGradient(const TensorView& out, float* partials, float* total) {
+KeyGradient MakeKeyGradient(const TensorView& out, float* partials) {
   KeyGradient d;
   d.partials = partials;
-  d.total = total;
   d.out = out.data;
   d.batch_stride = out.stride(0);
   d.token_stride = out.stride(1);
@@ -40,11 +39,8 @@ BackwardParams MakeBackwardParams(const BackwardPlan& plan, const Inputs& inputs
   BackwardParams b;
   b.forward = SetUpForward(plan.forward, plan.workspace.forward, inputs, workspace, stream);
   b.tokens = static_cast<int>(inputs.q.size(1));
-  b.segment_levels = plan.segment_levels;
-  b.node_runs = plan.node_runs;
-  b.node_heads = plan.node_heads;
-  b.local_runs = plan.local_runs;
-  b.local_heads = plan.local_heads;
+  b.node_runs.rule = plan.node_runs;
+  b.local_runs.rule = plan.local_runs;
   const BackwardWorkspace& w = plan.workspace;
   const auto floats = [workspace](std::size_t offset) {
     return reinterpret_cast<float*>(workspace + offset);
@@ -59,11 +55,12 @@ BackwardParams MakeBackwardParams(const BackwardPlan& plan, const Inputs& inputs
   b.flow_change = floats(w.flow_change);
   b.chunk_flow = reinterpret_cast<FlowStep*>(workspace + w.chunk_flow);
   b.node_dq = floats(w.node_dq);
+  b.unfinished = floats(w.unfinished);
   b.key_size = static_cast<int>(inputs.q.size(3));
-  b.dq = MakeKeyGradient(gradients.q, floats(w.local_dq), floats(w.total_dq));
+  const bool reduces = plan.MostLocalRuns(b.forward.heads_per_group) > 1;
+  b.dq = MakeKeyGradient(gradients.q, reduces ? floats(w.local_dq) : nullptr);
   b.dq.addends = b.node_dq;
-  b.dq.num_addends = b.node_runs;
-  b.dk = MakeKeyGradient(gradients.k, floats(w.local_dk), floats(w.total_dk));
+  b.dk = MakeKeyGradient(gradients.k, reduces ? floats(w.local_dk) : nullptr);
   b.dv = gradients.v.data;
   b.dv_mapped = CanMapStores(gradients.v);
   b.dv_batch_stride = gradients.v.stride(0);
@@ -97,34 +94,33 @@ void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
   const int heads_in_group = std::min(p.heads_per_group, p.num_heads);
   if (p.layout.num_segments > p.layout.num_sequences) {
     const std::int64_t pairs = (heads_in_group * p.value_tiles + 1) / 2;
-    const int parts =
-        (b.segment_levels + SegmentReadsShape::kNodes - 1) / SegmentReadsShape::kNodes;
+    const int levels = p.layout.segment_levels;
+    const int parts = (levels + SegmentReadsShape::kNodes - 1) / SegmentReadsShape::kNodes;
     LaunchDependent("segment reads", SegmentReadsKernel<Element>,
                     pairs * b.num_groups * p.layout.num_segments * parts,
                     SegmentReadsShape::kThreads, SegmentReadsShape::kSharedBytes, stream,
                     maps.forward.q, maps.d_o, b);
-    LaunchDependent(
-        "segment walk",
-        b.segment_levels <= kShortWalkLevels    ? SegmentWalkKernel<Element, kShortWalkLevels>
-        : b.segment_levels <= kFewSegmentLevels ? SegmentWalkKernel<Element, kFewSegmentLevels>
-                                                : SegmentWalkKernel<Element, kMaxSegmentLevels>,
-        kStateElements / 4 / kWalkThreads * tiles * p.layout.num_sequences, kWalkThreads, 0, stream,
-        b);
+    LaunchDependent("segment walk",
+                    levels <= kShortWalkLevels    ? SegmentWalkKernel<Element, kShortWalkLevels>
+                    : levels <= kFewSegmentLevels ? SegmentWalkKernel<Element, kFewSegmentLevels>
+                                                  : SegmentWalkKernel<Element, kMaxSegmentLevels>,
+                    kStateElements / 4 / kWalkThreads * tiles * p.layout.num_sequences,
+                    kWalkThreads, 0, stream, b);
   }
   LaunchDependent("chunk grads", ChunkGradsKernel<Element>, tiles * p.layout.num_segments,
                   ChunkGradsShape::kThreads, ChunkGradsShape::kSharedBytes, stream, maps.forward.q,
                   maps.d_o, b);
   const std::int64_t chunks = std::int64_t{b.num_groups} * p.layout.num_chunks;
-  LaunchDependent("node grads", NodeGradsKernel<Element>, chunks * b.node_runs,
+  LaunchDependent("node grads", NodeGradsKernel<Element>, chunks * b.node_runs.count,
                   NodeGradsShape::kThreads, NodeGradsShape::kSharedBytes, stream, maps.forward.q,
                   maps.d_o, b);
-  LaunchDependent("local grads", LocalGradsKernel<Element>, chunks * b.local_runs,
+  LaunchDependent("local grads", LocalGradsKernel<Element>, chunks * b.local_runs.count,
                   LocalGradsShape::kThreads, LocalGradsShape::kSharedBytes, stream, maps.forward.q,
                   maps.forward.k, maps.forward.v, maps.d_o, maps.dv, b);
-  if (b.local_runs > 1) {
-    const std::int64_t threads = 2 * b.partial_stride / 4;
-    LaunchDependent("reduce runs", ReduceRunsKernel<Element>,
-                    (threads + kReduceThreads - 1) / kReduceThreads, kReduceThreads, 0, stream, b);
+  const bool ends_groups = (p.head_begin + p.num_heads) % p.heads_per_group == 0;
+  if (ends_groups && b.dq.partials != nullptr) {
+    LaunchDependent("reduce runs", ReduceRunsKernel<Element>, kChunk / kReduceRows * 2 * chunks,
+                    kReduceThreads, 0, stream, b);
   }
   if (scales == DType::kFloat32) {
     LaunchScaleGrads<float>(b, stream);
@@ -194,8 +190,13 @@ void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& 
     b.forward.num_heads = std::min(plan.forward.heads_per_pass, heads - head);
     b.group_begin = head / heads_in_group;
     b.num_groups = std::max(1, b.forward.num_heads / heads_in_group);
-    b.begins_groups = head % heads_in_group == 0;
-    b.ends_groups = (head + b.forward.num_heads) % heads_in_group == 0;
+    b.first_in_group = head % heads_in_group;
+    const int pass_end = b.first_in_group + std::min(heads_in_group, b.forward.num_heads);
+    for (RunRange* runs : {&b.node_runs, &b.local_runs}) {
+      const int shortest = runs->rule.Heads(plan.shortest, heads_in_group);
+      runs->begin = b.first_in_group / runs->rule.Heads(plan.longest, heads_in_group);
+      runs->count = (pass_end + shortest - 1) / shortest - runs->begin;
+    }
     b.partial_stride =
         inputs.q.size(0) * inputs.q.size(1) * b.num_groups * std::int64_t{kBackwardKeySize};
     const DType scales = inputs.level_scales.dtype;

@@ -16,17 +16,39 @@ namespace fenwick::cuda::hopper {
 
 inline constexpr int kBackwardKeySize = 128;
 inline constexpr int kStateElements = kBackwardKeySize * kValueTile;
+// Accumulators of a thread of each of the local kernel's three warpgroups.
+inline constexpr int kUnfinished = 64 + 64 + 96;
 inline constexpr int kFlowParts = kStateElements / 4 / 32;  // warps of the walk over one state
 
-// dq or dk: sums over the heads of a q/k group. A pass's blocks take runs of heads; passes that
-// hold different heads of the same group add up in `total`, one after the other, so that the order
-// of every sum is fixed.
+// How the heads of a q/k group are cut into runs, for a sequence of some chunks: as many as make
+// `wanted` blocks, within bounds. A block takes a chunk and a run, and dq and dk are sums over
+// runs. Nothing here depends on what else the call holds, and so no order of summation does.
+struct RunRule {
+  int wanted = 1;  // chunks x runs of one sequence
+  int least = 1, most = 1;
+
+  constexpr int Heads(int chunks, int heads_in_group) const {
+    const int wanted_runs = wanted / chunks;
+    const int runs = wanted_runs < least ? least : wanted_runs > most ? most : wanted_runs;
+    return (heads_in_group + runs - 1) / runs;
+  }
+  constexpr int Runs(int chunks, int heads_in_group) const {
+    const int heads = Heads(chunks, heads_in_group);
+    return (heads_in_group + heads - 1) / heads;
+  }
+};
+
+// The runs of a launch: those that the pass holds heads of, in any sequence.
+struct RunRange {
+  RunRule rule;
+  int begin = 0, count = 1;
+};
+
+// dq or dk: sums over the heads of a q/k group.
 struct KeyGradient {
-  float* partials = nullptr;       // [local_runs, B, T, P, 128]; null where local_runs is 1
-  const float* addends = nullptr;  // [num_addends, B, T, P, 128]: the pass's other share
-  int num_addends = 0;
-  float* total = nullptr;  // [B, T, 128]; null where a pass holds whole groups
-  void* out = nullptr;     // [B, T, G, K] E
+  float* partials = nullptr;       // [local runs, B, T, P, 128], of sequences with several runs
+  const float* addends = nullptr;  // [node runs, B, T, P, 128]: the other share; null: none
+  void* out = nullptr;             // [B, T, G, K] E
   std::int64_t batch_stride = 0, token_stride = 0, group_stride = 0;
 };
 
@@ -37,15 +59,12 @@ struct FlowStep {
 
 struct BackwardParams {
   ForwardParams forward;
-  int tokens = 0;          // T
-  int segment_levels = 0;  // levels of the longest tree over segments
-  // Runs of heads within a q/k group and pass, of the node kernel and of the local kernel.
-  int node_runs = 0, node_heads = 0;
-  int local_runs = 0, local_heads = 0;
-  // Of this pass: its first q/k group, how many it has (P), and whether it holds the first and the
-  // last heads of its groups.
-  int group_begin = 0, num_groups = 1;
-  bool begins_groups = true, ends_groups = true;
+  int tokens = 0;  // T
+  RunRange node_runs, local_runs;
+  // Of this pass: its first q/k group and how many it has (P). A pass holds whole groups, or some
+  // of the heads of one, from first_in_group on. A run that a pass ends within is left unfinished
+  // in `node_dq` and `unfinished`, and the next pass goes on from there.
+  int group_begin = 0, num_groups = 1, first_in_group = 0;
   std::int64_t partial_stride = 0;  // elements of one [B, T, P, 128] partial sum
   KeyGradient dq, dk;
   int key_size = 0;  // K of dq and dk
@@ -65,7 +84,8 @@ struct BackwardParams {
   // The flow's way through the tokens (finish.cuh).
   float* flow_change = nullptr;    // [F, N, 128]: flow(t) - flow(t + 1)
   FlowStep* chunk_flow = nullptr;  // [F, N]: across the chunk
-  float* node_dq = nullptr;        // [node_runs, B, T, P, 128]
+  float* node_dq = nullptr;        // [node runs, B, T, P, 128]
+  float* unfinished = nullptr;     // [2, N, kUnfinished, 128]: of even and of odd runs
 
   void* dv = nullptr;  // [B, T, H, V] E
   bool dv_mapped = true;

@@ -1,6 +1,6 @@
 // Pure host code: the plan of a backward call.
 #include <algorithm>
-#include <bit>
+#include <climits>
 
 #include "cuda/hopper.h"
 #include "cuda/hopper_scalar_gate/backward_params.h"
@@ -22,20 +22,37 @@ std::size_t BackwardWorkspaceTarget(const Inputs& inputs) {
   return WorkspaceTarget(std::max(kLeastWorkspaceTarget, bytes / 4));
 }
 
-void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads, int multiprocessors) {
+RunRule MakeRunRule(int heads_in_group, int groups, int value_tiles, int multiprocessors,
+                    int most_tiles) {
+  const int most_heads = std::max(1, most_tiles / value_tiles);
+  RunRule rule;
+  rule.wanted = std::max(1, multiprocessors / (2 * groups));
+  rule.least = (heads_in_group + most_heads - 1) / most_heads;
+  rule.most = std::max(rule.least, kMaxRuns);
+  return rule;
+}
+
+// Chunks of the shortest and the longest sequence.
+void MeasureSequences(const Inputs& inputs, BackwardPlan& plan) {
+  plan.shortest = INT_MAX;
+  const auto add = [&plan](std::int64_t tokens) {
+    const auto chunks = static_cast<int>((tokens + kChunk - 1) / kChunk);
+    if (chunks == 0) return;
+    plan.shortest = std::min(plan.shortest, chunks);
+    plan.longest = std::max(plan.longest, chunks);
+  };
+  if (inputs.cu_seqlens.empty()) add(inputs.q.size(1));
+  for (std::size_t n = 0; n + 1 < inputs.cu_seqlens.size(); ++n) {
+    add(inputs.cu_seqlens[n + 1] - inputs.cu_seqlens[n]);
+  }
+}
+
+void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads) {
   ForwardPlan& forward = plan.forward;
   const int groups = static_cast<int>(inputs.q.size(2));
   const int heads_in_group = static_cast<int>(inputs.v.size(2)) / groups;
   const int together = std::min(heads, heads_in_group);
   forward.heads_per_pass = heads;
-  const auto choose_runs = [&](int& heads_per_run, int& runs, int most_tiles) {
-    heads_per_run = ChooseHeadsPerBlock(together, heads / together, forward.layout.num_chunks,
-                                        forward.value_tiles, multiprocessors, most_tiles);
-    runs = (together + heads_per_run - 1) / heads_per_run;
-  };
-  choose_runs(plan.node_heads, plan.node_runs, kMaxNodeTilesPerBlock);
-  choose_runs(plan.local_heads, plan.local_runs, kMaxLocalTilesPerBlock);
-
   BackwardWorkspace& w = plan.workspace;
   w = {};
   w.forward = PlaceForwardWorkspace(forward, !inputs.cu_seqlens.empty(), heads);
@@ -47,7 +64,7 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads, int multipr
   const std::size_t tiles = static_cast<std::size_t>(heads) * forward.value_tiles;
   const std::size_t chunks = tiles * forward.layout.num_chunks;
   const std::size_t segments = tiles * forward.layout.num_segments;
-  place(w.segment_reads, segments * plan.segment_levels * kStateElements * 4);
+  place(w.segment_reads, segments * forward.layout.segment_levels * kStateElements * 4);
   place(w.segment_grads, segments * kStateElements * 4);
   place(w.segment_flow, segments * kFlowParts * 4);
   place(w.chunk_grads, chunks * kStateElements * 2);
@@ -60,14 +77,15 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads, int multipr
   const std::size_t total =
       static_cast<std::size_t>(inputs.q.size(0)) * inputs.q.size(1) * kBackwardKeySize * 4;
   const std::size_t partial = total * (heads / together);
-  place(w.node_dq, plan.node_runs * partial);
-  if (plan.local_runs > 1) {
-    place(w.local_dq, plan.local_runs * partial);
-    place(w.local_dk, plan.local_runs * partial);
+  const int local_runs = plan.MostLocalRuns(heads_in_group);
+  place(w.node_dq, plan.node_runs.Runs(plan.shortest, heads_in_group) * partial);
+  if (local_runs > 1) {
+    place(w.local_dq, local_runs * partial);
+    place(w.local_dk, local_runs * partial);
   }
   if (together < heads_in_group) {
-    place(w.total_dq, total);
-    place(w.total_dk, total);
+    place(w.unfinished, std::min<std::size_t>(local_runs, 2) * forward.layout.num_chunks *
+                            kUnfinished * kWarpgroup * 4);
   }
 }
 
@@ -88,16 +106,19 @@ std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
   plan.forward = *forward;
   plan.forward.key_size = kBackwardKeySize;
   plan.forward.scales_tile_heads = 0;  // these kernels read weights
-  const int nodes = forward->weight_rows - kLocalLevels;
-  plan.segment_levels = std::max(1, nodes - forward->layout.log_segment);
   const int groups = static_cast<int>(inputs.q.size(2));
+  const int heads_in_group = static_cast<int>(inputs.v.size(2)) / groups;
+  plan.node_runs = MakeRunRule(heads_in_group, groups, forward->value_tiles, multiprocessors,
+                               kMaxNodeTilesPerBlock);
+  plan.local_runs = MakeRunRule(heads_in_group, groups, forward->value_tiles, multiprocessors,
+                                kMaxLocalTilesPerBlock);
+  MeasureSequences(inputs, plan);
   const std::size_t workspace_target = BackwardWorkspaceTarget(inputs);
-  const int heads =
-      ChooseHeadsPerPass(static_cast<int>(inputs.v.size(2)) / groups, groups, [&](int count) {
-        PlaceHeads(plan, inputs, count, multiprocessors);
-        return plan.workspace.bytes <= workspace_target;
-      });
-  PlaceHeads(plan, inputs, heads, multiprocessors);
+  const int heads = ChooseHeadsPerPass(heads_in_group, groups, [&](int count) {
+    PlaceHeads(plan, inputs, count);
+    return plan.workspace.bytes <= workspace_target;
+  });
+  PlaceHeads(plan, inputs, heads);
   return plan;
 }
 

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
   rest /= p.value_tiles;
   const int head = rest % p.num_heads, segment = rest / p.num_heads;
   const SegmentPlace place = PlaceOfSegment(p.layout, segment);
-  const int log_segment = p.layout.log_segment;
+  const int log_segment = place.log_segment;
   const int first = place.index << log_segment;
   const int count = min(1 << log_segment, place.num_chunks - first);
   const std::size_t record =

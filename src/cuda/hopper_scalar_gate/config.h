@@ -38,7 +38,17 @@ inline constexpr int kMaxScalesStages = 8;
 
 // Chunks in a segment, at most 2^kMaxLogSegment: one block merges a segment's tree in registers, a
 // pending fp32 tile (32 registers) for each of its levels.
+inline constexpr int kMinLogSegment = 2;
 inline constexpr int kMaxLogSegment = 4;
+
+// log2 of the chunks in a segment of a sequence of `chunks`: as long as still makes `wanted`
+// segments. It depends on the sequence alone, as every order of summation must: gradients of a
+// sequence are bitwise the same whatever else a call holds.
+constexpr int LogSegment(int chunks, int wanted) {
+  int log_segment = kMaxLogSegment;
+  while (log_segment > kMinLogSegment && ((chunks - 1) >> log_segment) + 1 < wanted) --log_segment;
+  return log_segment;
+}
 
 // Levels of the tree over segments. The plan shortens segments only while there are few of them.
 inline constexpr int kMaxSegmentLevels = kMaxNodes - kMaxLogSegment;
@@ -55,6 +65,9 @@ inline constexpr int kMaxTilesPerItem = 24;
 inline constexpr int kMaxNodeTilesPerBlock = 24;
 inline constexpr int kMaxLocalTilesPerBlock = 64;
 inline constexpr int kMaxHeadsPerBlock = kMaxNodeTilesPerBlock;
+// More runs than this only where these limits ask for them: packed calls hold partial sums for as
+// many runs as their shortest sequence has.
+inline constexpr int kMaxRuns = 4;
 
 // A log2 decay below this is a reset: 2^-200 times anything representable is flushed to zero, and
 // sums of 128 such values keep steps of 2^-9 (g = -inf included).
@@ -66,9 +79,9 @@ inline constexpr unsigned long long kForwardWorkspaceTarget = 3ull << 30;
 // Threads of a warpgroup.
 inline constexpr int kWarpgroup = 128;
 
-// Longest float16 call: states are stored in float16, whose range a sum over very many tokens
-// without decay could leave. Longer calls run on the general kernels. Their gradients D are stored
+// Longest float16 sequence: states are stored in float16, whose range a sum over very many tokens
+// without decay could leave. Longer ones run on the general kernels. Their gradients D are stored
 // so too, as are dk and dv, which are products with them.
-inline constexpr int kMaxFloat16Tokens = 16384;
+inline constexpr int kMaxFloat16Chunks = 16384 / kChunk;
 
 }  // namespace fenwick::cuda::hopper

@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kFlowThreads)
 
   // The chunk's segment: the flow at both ends, and the way through each of its chunks.
   const SegmentPlace sequence = PlaceOfSequence(p.layout, SequenceOfChunk(p.layout, chunk));
-  const int log_segment = p.layout.log_segment;
+  const int log_segment = sequence.log_segment;
   const int segment = place.index >> log_segment, first = segment << log_segment;
   const int count = min(1 << log_segment, sequence.num_chunks - first);
   const int length = min(sequence.length - first * kChunk, kChunk << log_segment);

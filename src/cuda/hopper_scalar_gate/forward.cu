@@ -17,12 +17,12 @@ namespace fenwick::cuda::hopper {
 namespace {
 
 // Which sequence each chunk and segment belongs to; a block writes those of one sequence.
-__global__ void FillTables(const Sequence* sequences, int log_segment, int* sequence_of_chunk,
+__global__ void FillTables(const Sequence* sequences, int segments_wanted, int* sequence_of_chunk,
                            int* sequence_of_segment) {
   const int n = static_cast<int>(blockIdx.x);
   const Sequence sequence = sequences[n];
   const int chunks = DivideUp(sequence.length, kChunk);
-  const int segments = DivideUp(chunks, 1 << log_segment);
+  const int segments = DivideUp(chunks, 1 << LogSegment(chunks, segments_wanted));
   for (int i = threadIdx.x; i < chunks; i += blockDim.x) {
     sequence_of_chunk[sequence.first_chunk + i] = n;
   }
@@ -93,13 +93,13 @@ ForwardParams SetUpForward(const ForwardPlan& plan, const ForwardWorkspace& w, c
   p.segment_states = reinterpret_cast<float*>(workspace + w.segment_states);
   p.segment_decay = reinterpret_cast<float*>(workspace + w.segment_decay);
   if (!inputs.cu_seqlens.empty()) {
-    const auto sequences = MakeSequences(inputs.cu_seqlens, plan.layout.log_segment);
+    const auto sequences = MakeSequences(inputs.cu_seqlens, plan.layout.segments_wanted);
     auto* table = reinterpret_cast<Sequence*>(workspace + w.sequences);
     auto* of_chunk = reinterpret_cast<int*>(workspace + w.sequence_of_chunk);
     auto* of_segment = reinterpret_cast<int*>(workspace + w.sequence_of_segment);
     Upload(sequences, table, stream);
     Launch("fill tables", FillTables, static_cast<std::int64_t>(sequences.size()), 128, 0, stream,
-           table, plan.layout.log_segment, of_chunk, of_segment);
+           table, plan.layout.segments_wanted, of_chunk, of_segment);
     p.layout.sequences = table;
     p.layout.sequence_of_chunk = of_chunk;
     p.layout.sequence_of_segment = of_segment;

@@ -9,28 +9,35 @@
 
 namespace fenwick::cuda::hopper {
 
-// A run of heads of one q/k group, for one chunk.
+// The heads of a run that the pass holds, for one chunk.
 struct HeadRun {
   ChunkPlace place;
   std::size_t chunk;
-  int first_head, heads;  // within the pass
+  int first_head, heads;  // within the pass; none: not positive
+  bool begins, ends;      // the run's first and last head are among them
   int group;              // of q and k, within the pass
   int run;                // within the group
 };
 
 // Grid x: chunks x runs x q/k groups of the pass.
-__device__ __forceinline__ HeadRun PlaceOfRun(const BackwardParams& b, int block, int runs,
-                                              int heads_per_run) {
+__device__ __forceinline__ HeadRun PlaceOfRun(const BackwardParams& b, int block,
+                                              const RunRange& runs) {
   const ForwardParams& p = b.forward;
   HeadRun r;
   r.chunk = p.layout.num_chunks - 1 - block % p.layout.num_chunks;
   const int rest = block / p.layout.num_chunks;
-  const int heads_in_group = min(p.heads_per_group, p.num_heads);
-  r.run = rest % runs;
-  r.group = rest / runs;
-  r.first_head = r.group * heads_in_group + r.run * heads_per_run;
-  r.heads = min(heads_per_run, heads_in_group - r.run * heads_per_run);
+  r.run = runs.begin + rest % runs.count;
+  r.group = rest / runs.count;
   r.place = PlaceOfChunk(p.layout, static_cast<int>(r.chunk));
+  const int heads_per_run = runs.rule.Heads(r.place.num_chunks, p.heads_per_group);
+  // Within the group.
+  const int begin = r.run * heads_per_run, end = min(begin + heads_per_run, p.heads_per_group);
+  const int pass_end = b.first_in_group + min(p.heads_per_group, p.num_heads);
+  const int first = max(begin, b.first_in_group);
+  r.first_head = r.group * p.heads_per_group + first - b.first_in_group;
+  r.heads = min(end, pass_end) - first;
+  r.begins = begin >= b.first_in_group;
+  r.ends = end <= pass_end;
   return r;
 }
 
@@ -39,15 +46,21 @@ __device__ __forceinline__ std::size_t TokenRow(const BackwardParams& b, const H
   return static_cast<std::size_t>(r.place.batch) * b.tokens + r.place.token + t;
 }
 
-// Stores rows t0 and t0 + 8 of an accumulator of 64 columns into partial sums [runs, B, T, P, 128].
+// Row t of partial sums [runs, B, T, P, 128].
+__device__ __forceinline__ float* PartialRow(const BackwardParams& b, const HeadRun& r,
+                                             float* partials, int t) {
+  return partials + r.run * b.partial_stride +
+         (TokenRow(b, r, t) * b.num_groups + r.group) * kBackwardKeySize;
+}
+
+// Rows t0 and t0 + 8 of an accumulator of 64 columns, to partial sums.
 __device__ __forceinline__ void StorePartial(const BackwardParams& b, const HeadRun& r, float* out,
                                              const float (&d)[32], int t0, int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int t = t0 + 8 * half;
     if (t >= r.place.valid) continue;
-    float* row = out + r.run * b.partial_stride +
-                 (TokenRow(b, r, t) * b.num_groups + r.group) * kBackwardKeySize + column;
+    float* row = PartialRow(b, r, out, t) + column;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       *reinterpret_cast<float2*>(row + 8 * n) =
@@ -56,29 +69,41 @@ __device__ __forceinline__ void StorePartial(const BackwardParams& b, const Head
   }
 }
 
-// Columns column + step * n, + 1 of one row of dq or dk, summed over the pass's local runs: adds
-// the pass's other share and the earlier passes, and stores the gradient, or the sum so far.
-template <typename Element, int kPairs>
-__device__ __forceinline__ void FinishRow(const BackwardParams& b, const KeyGradient& to,
-                                          std::size_t token, int group, int column, int step,
-                                          float2 (&x)[kPairs]) {
-  const auto add = [&](const float* from) {
-    float2 y[kPairs];
+// The same accumulator as an earlier pass left it.
+__device__ __forceinline__ void LoadPartial(const BackwardParams& b, const HeadRun& r, float* from,
+                                            float (&d)[32], int t0, int column) {
 #pragma unroll
-    for (int n = 0; n < kPairs; ++n) {
-      y[n] = __ldcs(reinterpret_cast<const float2*>(from + step * n));
+  for (int half = 0; half < 2; ++half) {
+    const int t = t0 + 8 * half;
+    if (t >= r.place.valid) continue;
+    const float* row = PartialRow(b, r, from, t) + column;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float2 x = *reinterpret_cast<const float2*>(row + 8 * n);
+      d[4 * n + 2 * half] = x.x;
+      d[4 * n + 2 * half + 1] = x.y;
     }
+  }
+}
+
+// Columns column + step * n, + 1 of one row of dq or dk, summed over the local kernel's runs: adds
+// the other share and stores the gradient.
+template <typename Element, int kPairs>
+__device__ __forceinline__ void FinishRow(const BackwardParams& b, const ChunkPlace& place,
+                                          const KeyGradient& to, std::size_t token, int group,
+                                          int column, int step, float2 (&x)[kPairs]) {
+  if (to.addends != nullptr) {
+    const float* addend = to.addends + (token * b.num_groups + group) * kBackwardKeySize + column;
+    const int runs = b.node_runs.rule.Runs(place.num_chunks, b.forward.heads_per_group);
+    for (int run = 0; run < runs; ++run, addend += b.partial_stride) {
+      float2 y[kPairs];
 #pragma unroll
-    for (int n = 0; n < kPairs; ++n) x[n].x += y[n].x, x[n].y += y[n].y;
-  };
-  const float* addend = to.addends + (token * b.num_groups + group) * kBackwardKeySize + column;
-  for (int i = 0; i < to.num_addends; ++i) add(addend + i * b.partial_stride);
-  float* total = to.total + token * kBackwardKeySize + column;
-  if (!b.begins_groups) add(total);
-  if (!b.ends_groups) {
+      for (int n = 0; n < kPairs; ++n) {
+        y[n] = __ldcs(reinterpret_cast<const float2*>(addend + step * n));
+      }
 #pragma unroll
-    for (int n = 0; n < kPairs; ++n) *reinterpret_cast<float2*>(total + step * n) = x[n];
-    return;
+      for (int n = 0; n < kPairs; ++n) x[n].x += y[n].x, x[n].y += y[n].y;
+    }
   }
   auto* out = static_cast<typename Element::Storage*>(to.out) + token / b.tokens * to.batch_stride +
               token % b.tokens * to.token_stride + (b.group_begin + group) * to.group_stride;
@@ -99,7 +124,9 @@ template <typename Element>
 __device__ __forceinline__ void StoreKeyGradient(const BackwardParams& b, const HeadRun& r,
                                                  const KeyGradient& to, const float (&d)[32],
                                                  int t0, int column) {
-  if (b.local_runs > 1) return StorePartial(b, r, to.partials, d, t0, column);
+  if (b.local_runs.rule.Runs(r.place.num_chunks, b.forward.heads_per_group) > 1) {
+    return StorePartial(b, r, to.partials, d, t0, column);
+  }
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const int t = t0 + 8 * half;
@@ -110,33 +137,40 @@ __device__ __forceinline__ void StoreKeyGradient(const BackwardParams& b, const 
       x[n] =
           half == 0 ? make_float2(d[4 * n], d[4 * n + 1]) : make_float2(d[4 * n + 2], d[4 * n + 3]);
     }
-    FinishRow<Element>(b, to, TokenRow(b, r, t), r.group, column, 8, x);
+    FinishRow<Element>(b, r.place, to, TokenRow(b, r, t), r.group, column, 8, x);
   }
 }
 
 inline constexpr int kReduceThreads = 256;
+inline constexpr int kReduceRows = kReduceThreads / (kBackwardKeySize / 4);
 
-// dq and dk where the local kernel has several runs of heads. A thread takes four columns. Grid x:
-// 2 x rows [B, T, P] x 128 / 4 / threads.
+// dq and dk of sequences that have several runs of the local kernel. A thread takes four columns.
+// Grid x: blocks of rows of a chunk x 2 x q/k groups of the pass x chunks.
 template <typename Element>
 __global__ void __launch_bounds__(kReduceThreads)
     ReduceRunsKernel(const __grid_constant__ BackwardParams b) {
   ptx::AllowNextKernel();
   ptx::WaitForPreviousKernel();
-  constexpr int kThreadsPerRow = kBackwardKeySize / 4;
-  std::size_t row = (std::size_t{blockIdx.x} * kReduceThreads + threadIdx.x) / kThreadsPerRow;
-  const std::size_t rows = static_cast<std::size_t>(b.partial_stride) / kBackwardKeySize;
-  const KeyGradient& to = row < rows ? b.dq : b.dk;
-  if (row >= rows) row -= rows;
-  if (row >= rows) return;
+  const ForwardParams& p = b.forward;
+  constexpr int kThreadsPerRow = kBackwardKeySize / 4, kBlocks = kChunk / kReduceRows;
+  const int block = blockIdx.x % kBlocks;
+  int rest = blockIdx.x / kBlocks;
+  const KeyGradient& to = rest % 2 == 0 ? b.dq : b.dk;
+  rest /= 2;
+  const int group = rest % b.num_groups;
+  const ChunkPlace place = PlaceOfChunk(p.layout, rest / b.num_groups);
+  const int runs = b.local_runs.rule.Runs(place.num_chunks, p.heads_per_group);
+  const int t = block * kReduceRows + threadIdx.x / kThreadsPerRow;
+  if (runs == 1 || t >= place.valid) return;
+  const std::size_t token = static_cast<std::size_t>(place.batch) * b.tokens + place.token + t;
   const int column = static_cast<int>(threadIdx.x % kThreadsPerRow) * 4;
+  const float* from = to.partials + (token * b.num_groups + group) * kBackwardKeySize + column;
   float2 x[2] = {};
-  for (int run = 0; run < b.local_runs; ++run) {
-    const float4 y = __ldcs(reinterpret_cast<const float4*>(to.partials + run * b.partial_stride +
-                                                            row * kBackwardKeySize + column));
+  for (int run = 0; run < runs; ++run, from += b.partial_stride) {
+    const float4 y = __ldcs(reinterpret_cast<const float4*>(from));
     x[0].x += y.x, x[0].y += y.y, x[1].x += y.z, x[1].y += y.w;
   }
-  FinishRow<Element>(b, to, row / b.num_groups, static_cast<int>(row % b.num_groups), column, 2, x);
+  FinishRow<Element>(b, place, to, token, group, column, 2, x);
 }
 
 }  // namespace fenwick::cuda::hopper

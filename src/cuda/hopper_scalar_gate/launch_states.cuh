@@ -47,10 +47,10 @@ void LaunchStates(const ForwardParams& p, DType scales, const ForwardMaps& maps,
   if (p.layout.num_segments > p.layout.num_sequences) {  // otherwise there is no tree above
     const std::int64_t threads = std::int64_t{p.value_tiles} * p.key_size * kValueTile / 4;
     const std::int64_t blocks = threads / kTreeThreads * p.num_heads * p.layout.num_sequences;
-    const int levels = p.weight_rows - kLocalLevels - p.layout.log_segment;
     LaunchDependent("segment tree",
-                    levels <= kFewSegmentLevels ? SegmentTreeKernel<Element, kFewSegmentLevels>
-                                                : SegmentTreeKernel<Element, kMaxSegmentLevels>,
+                    p.layout.segment_levels <= kFewSegmentLevels
+                        ? SegmentTreeKernel<Element, kFewSegmentLevels>
+                        : SegmentTreeKernel<Element, kMaxSegmentLevels>,
                     blocks, kTreeThreads, 0, stream, p);
   }
   if (p.scales_tile_heads != 0) return;

@@ -10,6 +10,7 @@ struct ChunkPlace {
   int token;        // first token, in the token axis
   int valid;        // tokens of the sequence in this chunk, 1..128
   int index;        // chunk within its sequence: its set bits are the nodes it reads
+  int num_chunks;   // of the sequence
   int first_chunk;  // of the sequence: the chunk's node at slot e is at first_chunk + e
 };
 
@@ -20,6 +21,7 @@ struct SegmentPlace {
   int index;         // segment within its sequence
   int num_chunks;    // of the sequence
   int num_segments;  // of the sequence
+  int log_segment;   // of its segments' chunks
   int first_chunk;   // of the sequence
 };
 
@@ -42,6 +44,7 @@ __device__ __forceinline__ ChunkPlace PlaceOfChunk(const Layout& layout, int chu
     place.token = sequence.token + place.index * kChunk;
     length = sequence.length;
   }
+  place.num_chunks = DivideUp(length, kChunk);
   place.valid = min(kChunk, length - place.index * kChunk);
   return place;
 }
@@ -62,7 +65,8 @@ __device__ __forceinline__ SegmentPlace PlaceOfSequence(const Layout& layout, in
   }
   place.index = 0;
   place.num_chunks = DivideUp(place.length, kChunk);
-  place.num_segments = DivideUp(place.num_chunks, 1 << layout.log_segment);
+  place.log_segment = LogSegment(place.num_chunks, layout.segments_wanted);
+  place.num_segments = DivideUp(place.num_chunks, 1 << place.log_segment);
   return place;
 }
 

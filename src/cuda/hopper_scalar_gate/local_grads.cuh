@@ -122,6 +122,25 @@ __device__ __forceinline__ void StartKeyGrads(float (&d)[32], std::uint32_t (&v)
   ptx::WgmmaCommit();
 }
 
+// Accumulators to go on with in the next pass, from `slot` on among a thread's kUnfinished.
+__device__ __forceinline__ float* UnfinishedSlot(const BackwardParams& b, const HeadRun& r,
+                                                 int slot) {
+  const std::size_t chunk = (r.run & 1) * std::size_t(b.forward.layout.num_chunks) + r.chunk;
+  return b.unfinished + (chunk * kUnfinished + slot) * kWarpgroup + threadIdx.x % kWarpgroup;
+}
+
+template <int kCount>
+__device__ __forceinline__ void LeaveUnfinished(float* to, const float (&x)[kCount]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) to[n * kWarpgroup] = x[n];
+}
+
+template <int kCount>
+__device__ __forceinline__ void GoOnFrom(const float* from, float (&x)[kCount]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) x[n] = from[n * kWarpgroup];
+}
+
 // Walks over the value tiles of a run of heads.
 struct TileWalk {
   int value_tiles;
@@ -176,7 +195,8 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
   }
   __syncthreads();
   ptx::WaitForPreviousKernel();
-  const HeadRun run = PlaceOfRun(b, blockIdx.x, b.local_runs, b.local_heads);
+  const HeadRun run = PlaceOfRun(b, blockIdx.x, b.local_runs);
+  if (run.heads <= 0) return;
   const ChunkPlace& place = run.place;
   const int tiles = run.heads * p.value_tiles;
   const std::size_t chunks = p.layout.num_chunks;
@@ -285,6 +305,12 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     for (int n = 0; n < 24; ++n) ds_below[n] = 0;
 #pragma unroll
     for (int n = 0; n < 8; ++n) ds_corner[n] = 0;
+    if (!run.begins) {
+      const float* from = UnfinishedSlot(b, run, 64 * warpgroup);
+      GoOnFrom(from, dk);
+      GoOnFrom(from + 32 * kWarpgroup, ds_below);
+      GoOnFrom(from + 56 * kWarpgroup, ds_corner);
+    }
     const std::uint32_t staging = shared + Shape::kOut + warpgroup * Shape::kHalf + warp * 2048;
     const RowsTarget target{&dv_map,          b.dv,         b.dv_batch_stride, b.dv_token_stride,
                             b.dv_head_stride, p.value_size, b.dv_mapped,       packed};
@@ -507,6 +533,13 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     ptx::PinRegisters(dp);
     if (lane == 0) ptx::WaitStores<0>();
     __syncwarp();
+    if (!run.ends) {
+      float* to = UnfinishedSlot(b, run, 64 * warpgroup);
+      LeaveUnfinished(to, dk);
+      LeaveUnfinished(to + 32 * kWarpgroup, ds_below);
+      LeaveUnfinished(to + 56 * kWarpgroup, ds_corner);
+      return;
+    }
     ptx::NamedBarrier(1, 3 * kWarpgroup);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -554,6 +587,12 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     float ds[32], dk_upper[32], dk_lower[32];
 #pragma unroll
     for (int n = 0; n < 32; ++n) ds[n] = dk_upper[n] = dk_lower[n] = 0;
+    if (!run.begins) {
+      const float* from = UnfinishedSlot(b, run, 64 * warpgroup);
+      GoOnFrom(from, ds);
+      GoOnFrom(from + 32 * kWarpgroup, dk_upper);
+      GoOnFrom(from + 64 * kWarpgroup, dk_lower);
+    }
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       ptx::BarrierWait(full + 8 * stage, parity);
@@ -620,6 +659,13 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
       walk.Next();
       next_stage();
+    }
+    if (!run.ends) {
+      float* to = UnfinishedSlot(b, run, 64 * warpgroup);
+      LeaveUnfinished(to, ds);
+      LeaveUnfinished(to + 32 * kWarpgroup, dk_upper);
+      LeaveUnfinished(to + 64 * kWarpgroup, dk_lower);
+      return;
     }
     ptx::NamedBarrier(1, 3 * kWarpgroup);
 #pragma unroll

@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
     ptx::BarrierInitFence();
   }
   ptx::WaitForPreviousKernel();
-  const HeadRun run = PlaceOfRun(b, blockIdx.x, b.node_runs, b.node_heads);
+  const HeadRun run = PlaceOfRun(b, blockIdx.x, b.node_runs);
+  if (run.heads <= 0) return;
   const ChunkPlace& place = run.place;
   const int nodes = __popc(place.index), tiles = run.heads * p.value_tiles;
   const std::size_t chunks = p.layout.num_chunks;
@@ -159,6 +160,10 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
   float dq0[32], dq1[32];
 #pragma unroll
   for (int n = 0; n < 32; ++n) dq0[n] = dq1[n] = 0;
+  if (!run.begins) {
+    LoadPartial(b, run, b.node_dq, dq0, t0, 2 * pair);
+    LoadPartial(b, run, b.node_dq, dq1, t0, 64 + 2 * pair);
+  }
   if (nodes > 0) {
     std::uint32_t q[8][4], d_o[4][4];
     ptx::BarrierWait(query, 0);

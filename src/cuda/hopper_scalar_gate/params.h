@@ -17,17 +17,18 @@ struct Sequence {
   int first_segment;  // over all sequences
 };
 
-// Sequences, cut in chunks of kChunk tokens and segments of 2^log_segment chunks. `chunks` and
+// Sequences, cut in chunks of kChunk tokens and segments of 2^LogSegment chunks. `chunks` and
 // `segments` count over all sequences. Without a table every sequence has `length` tokens and is
 // its own batch row.
 struct Layout {
   int num_sequences = 0;
-  int length = 0;                 // tokens of every sequence; not packed only
-  int chunks_per_sequence = 0;    // not packed only
-  int segments_per_sequence = 0;  // not packed only
-  int num_chunks = 0;             // N
-  int num_segments = 0;           // S
-  int log_segment = 0;
+  int length = 0;                            // tokens of every sequence; not packed only
+  int chunks_per_sequence = 0;               // not packed only
+  int segments_per_sequence = 0;             // not packed only
+  int num_chunks = 0;                        // N
+  int num_segments = 0;                      // S
+  int segments_wanted = 1;                   // of every sequence (LogSegment)
+  int segment_levels = 0;                    // levels of the highest tree over segments
   const Sequence* sequences = nullptr;       // [num_sequences]; null: not packed
   const int* sequence_of_chunk = nullptr;    // [N]
   const int* sequence_of_segment = nullptr;  // [S]

@@ -13,15 +13,21 @@ namespace {
 
 constexpr std::int64_t DivideUp(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// Chunks and segments of the sequences; false where they pass what kernels count.
-bool CutSequences(const Inputs& inputs, int log_segment, ForwardPlan& plan) {
-  std::int64_t chunks = 0, segments = 0, longest = 0, sequences = 0;
+std::int64_t SegmentsOf(std::int64_t chunks, int segments_wanted) {
+  return DivideUp(chunks, std::int64_t{1} << LogSegment(static_cast<int>(chunks), segments_wanted));
+}
+
+// Chunks and segments of the sequences; false where they pass what kernels count, or float16 holds.
+bool CutSequences(const Inputs& inputs, int segments_wanted, ForwardPlan& plan) {
+  std::int64_t chunks = 0, segments = 0, longest = 0, most_segments = 1, sequences = 0;
   const auto add = [&](std::int64_t tokens, std::int64_t times) {
     if (tokens == 0) return;
     const std::int64_t c = DivideUp(tokens, kChunk);
+    const std::int64_t s = SegmentsOf(c, segments_wanted);
     chunks += times * c;
-    segments += times * DivideUp(c, std::int64_t{1} << log_segment);
+    segments += times * s;
     longest = std::max(longest, c);
+    most_segments = std::max(most_segments, s);
     sequences += times;
   };
   const bool packed = !inputs.cu_seqlens.empty();
@@ -35,12 +41,14 @@ bool CutSequences(const Inputs& inputs, int log_segment, ForwardPlan& plan) {
   if (sequences == 0 || longest > std::int64_t{1} << kMaxNodes || chunks > INT_MAX / 64) {
     return false;
   }
+  if (inputs.q.dtype == DType::kFloat16 && longest > kMaxFloat16Chunks) return false;
   Layout& layout = plan.layout;
   layout = Layout{};
   layout.num_sequences = static_cast<int>(sequences);
   layout.num_chunks = static_cast<int>(chunks);
   layout.num_segments = static_cast<int>(segments);
-  layout.log_segment = log_segment;
+  layout.segments_wanted = segments_wanted;
+  layout.segment_levels = std::bit_width(static_cast<std::uint64_t>(most_segments - 1));
   plan.weight_rows = kLocalLevels + std::bit_width(static_cast<std::uint64_t>(longest - 1));
   if (!packed) {
     layout.length = static_cast<int>(inputs.q.size(1));
@@ -127,22 +135,6 @@ ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int
   return w;
 }
 
-// Fewest waves of blocks, each costing its heads plus a fixed part
-// (loading q and k, their scores, filling the pipeline) worth about 1.5 heads, as measured.
-int ChooseHeadsPerBlock(int heads_in_group, int groups, int chunks, int value_tiles,
-                        int multiprocessors, int most_tiles) {
-  int best = 1;
-  double best_cost = 0;
-  const int most = std::max(1, std::min(heads_in_group, most_tiles / value_tiles));
-  for (int heads = 1; heads <= most; ++heads) {
-    const std::int64_t blocks = DivideUp(heads_in_group, heads) * groups * chunks;
-    const double cost =
-        static_cast<double>(DivideUp(blocks, multiprocessors)) * (heads * value_tiles + 1.5);
-    if (heads == 1 || cost <= best_cost) best = heads, best_cost = cost;
-  }
-  return best;
-}
-
 int ChooseHeadsPerPass(int heads_in_group, int groups, const std::function<bool(int)>& fits) {
   int best = 1;
   for (int count = 1; count <= heads_in_group; ++count) {
@@ -167,9 +159,6 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
     if (!CanMapTensor(*view)) return std::nullopt;
   }
 
-  if (inputs.q.dtype == DType::kFloat16 && inputs.q.size(1) > kMaxFloat16Tokens) {
-    return std::nullopt;
-  }
   ForwardPlan plan;
   plan.multiprocessors = multiprocessors;
   plan.key_size = key_size <= 64 ? 64 : key_size <= 128 ? 128 : 256;
@@ -183,13 +172,11 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
   plan.scales_tile_heads =
       ChooseScalesTileHeads(inputs.level_scales, inputs.q.dtype, plan.key_size);
 
-  // The longest segments that still give every multiprocessor several blocks.
+  // One sequence, be it alone, gives every multiprocessor a block.
   const std::int64_t blocks_per_segment =
       std::int64_t{heads} * plan.value_tiles * DivideUp(plan.key_size, 128);
-  for (int log_segment = kMaxLogSegment; log_segment >= 2; --log_segment) {
-    if (!CutSequences(inputs, log_segment, plan)) return std::nullopt;
-    if (plan.layout.num_segments * blocks_per_segment >= 2 * multiprocessors) break;
-  }
+  const auto segments_wanted = static_cast<int>(DivideUp(multiprocessors, blocks_per_segment));
+  if (!CutSequences(inputs, segments_wanted, plan)) return std::nullopt;
   plan.heads_per_pass = ChooseHeadsPerPass(heads_in_group, groups, [&](int count) {
     return PlaceForwardWorkspace(plan, packed, count).bytes <=
            WorkspaceTarget(kForwardWorkspaceTarget);
@@ -214,7 +201,7 @@ std::optional<ForwardPlan> MakeForwardPlan(const Inputs& inputs, const StateView
   return plan;
 }
 
-std::vector<Sequence> MakeSequences(std::span<const std::int64_t> cu_seqlens, int log_segment) {
+std::vector<Sequence> MakeSequences(std::span<const std::int64_t> cu_seqlens, int segments_wanted) {
   std::vector<Sequence> sequences;
   int chunks = 0, segments = 0;
   for (std::size_t n = 0; n + 1 < cu_seqlens.size(); ++n) {
@@ -223,7 +210,7 @@ std::vector<Sequence> MakeSequences(std::span<const std::int64_t> cu_seqlens, in
     sequences.push_back({static_cast<int>(cu_seqlens[n]), length, chunks, segments});
     const auto count = static_cast<int>(DivideUp(length, kChunk));
     chunks += count;
-    segments += static_cast<int>(DivideUp(count, std::int64_t{1} << log_segment));
+    segments += static_cast<int>(SegmentsOf(count, segments_wanted));
   }
   return sequences;
 }

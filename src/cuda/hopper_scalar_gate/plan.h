@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "cuda/hopper_scalar_gate/params.h"
+#include "cuda/hopper_scalar_gate/backward_params.h"
 #include "fenwick/ops.h"
 
 namespace fenwick::cuda::hopper {
@@ -30,7 +30,7 @@ struct ForwardPlan {
   int weight_rows = 0;
   int multiprocessors = 0;
   int heads_per_pass = 0;   // heads whose states are in the workspace at a time
-  int heads_per_block = 0;  // of one item of the output kernel, or of a block of the backward's
+  int heads_per_block = 0;  // of one item of the output kernel
   // Heads whose level scales lie in one tile that the output kernel can copy from the tensor; 0:
   // the weights are a pass of their own.
   int scales_tile_heads = 0;
@@ -41,10 +41,6 @@ struct ForwardPlan {
 
 // Places the forward's arrays for `heads` heads in a pass.
 ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int heads);
-
-// Heads of one block of the kernels that run over heads.
-int ChooseHeadsPerBlock(int heads_in_group, int groups, int chunks, int value_tiles,
-                        int multiprocessors, int most_tiles);
 
 // The most heads whose arrays fit: whole q/k groups, or an equal part of one; 1 if nothing fits.
 int ChooseHeadsPerPass(int heads_in_group, int groups, const std::function<bool(int)>& fits);
@@ -58,16 +54,15 @@ struct BackwardWorkspace {
   ForwardWorkspace forward;
   std::size_t segment_reads = 0, segment_grads = 0, segment_flow = 0, chunk_grads = 0;
   std::size_t scale_grads = 0, node_reads = 0, local_flow = 0, flow_change = 0, chunk_flow = 0;
-  std::size_t node_dq = 0, local_dq = 0, local_dk = 0, total_dq = 0, total_dk = 0;
+  std::size_t node_dq = 0, local_dq = 0, local_dk = 0, unfinished = 0;
   std::size_t bytes = 0;
 };
 
 struct BackwardPlan {
   ForwardPlan forward;  // with K padded to 128, and the backward's heads_per_pass
-  int segment_levels = 0;
-  // Runs of heads within a q/k group and pass (backward_params.h).
-  int node_runs = 0, node_heads = 0;
-  int local_runs = 0, local_heads = 0;
+  RunRule node_runs, local_runs;
+  int shortest = 0, longest = 0;  // chunks of a sequence
+  int MostLocalRuns(int heads_in_group) const { return local_runs.Runs(shortest, heads_in_group); }
   BackwardWorkspace workspace;
 };
 
@@ -80,6 +75,6 @@ std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
 std::size_t WorkspaceTarget(std::size_t standard);
 
 // The non-empty sequences of a packed batch.
-std::vector<Sequence> MakeSequences(std::span<const std::int64_t> cu_seqlens, int log_segment);
+std::vector<Sequence> MakeSequences(std::span<const std::int64_t> cu_seqlens, int segments_wanted);
 
 }  // namespace fenwick::cuda::hopper

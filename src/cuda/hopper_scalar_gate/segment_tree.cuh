@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kTreeThreads)
           pending_decay[level] = decay;
         }
       }
-      const std::size_t slot = chunk + (static_cast<std::size_t>(s + 1) << p.layout.log_segment);
+      const std::size_t slot = chunk + (static_cast<std::size_t>(s + 1) << place.log_segment);
       *reinterpret_cast<uint2*>(out + slot * state_elements) =
           make_uint2(Element::Pack(node.x, node.y), Element::Pack(node.z, node.w));
       if (element == 0) p.node_decay[slot] = decay;

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kWalkThreads)
     const std::size_t unit = (first_segment + s) * p.value_tiles + value_tile;
     // The last segment's decay is not known and never crossed.
     const float total = s + 1 < place.num_segments ? p.segment_decay[first_segment + s] : 0.f;
-    const float* from = b.segment_reads + unit * b.segment_levels * kStateElements + element;
+    const float* from = b.segment_reads + unit * p.layout.segment_levels * kStateElements + element;
     float4 x[kLevels];
 #pragma unroll
     for (int l = 0; l < kLevels; ++l) {
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kWalkThreads)
         if (begins) reads[l] = make_float4(0, 0, 0, 0);
         if (begins || s == place.num_segments - 1) {
           const std::size_t slot =
-              first_chunk + (static_cast<std::size_t>(s >> l << l) << p.layout.log_segment);
+              first_chunk + (static_cast<std::size_t>(s >> l << l) << place.log_segment);
           const uint2 x4 =
               states[((slot * p.value_tiles + value_tile) * kStateElements + element) / 4];
           state[l] = make_float4(Element::Low(x4.x), Element::High(x4.x), Element::Low(x4.y),

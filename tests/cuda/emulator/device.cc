@@ -9,7 +9,7 @@ namespace fenwick {
 const cuda::DeviceTraits& cuda::CurrentDevice() {
   static constexpr DeviceTraits kTraits = {.major = 9,
                                            .minor = 0,
-                                           .multiprocessors = 3,
+                                           .multiprocessors = 4,
                                            .shared_memory_bytes = 232448,
                                            .l2_bytes = 50 << 20};
   return kTraits;
