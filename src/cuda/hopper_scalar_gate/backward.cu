@@ -56,7 +56,10 @@ BackwardParams MakeBackwardParams(const BackwardPlan& plan, const Inputs& inputs
   b.chunk_flow = reinterpret_cast<FlowStep*>(workspace + w.chunk_flow);
   b.node_dq = floats(w.node_dq);
   b.unfinished = floats(w.unfinished);
+  b.value_shares = floats(w.value_shares);
   b.key_size = static_cast<int>(inputs.q.size(3));
+  b.key_blocks = plan.forward.key_size / kKeyBlock;
+  b.state_tiles = plan.forward.value_tiles * b.key_blocks;
   const bool reduces = plan.MostLocalRuns(b.forward.heads_per_group) > 1;
   b.dq = MakeKeyGradient(gradients.q, reduces ? floats(w.local_dq) : nullptr);
   b.dq.addends = b.node_dq;
@@ -90,14 +93,14 @@ void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
                 cudaStream_t stream) {
   const ForwardParams& p = b.forward;
   LaunchStates<Element>(p, scales, maps.forward, stream);
-  const std::int64_t tiles = std::int64_t{p.num_heads} * p.value_tiles;
+  const std::int64_t tiles = std::int64_t{p.num_heads} * b.state_tiles;
   const int heads_in_group = std::min(p.heads_per_group, p.num_heads);
   if (p.layout.num_segments > p.layout.num_sequences) {
     const std::int64_t pairs = (heads_in_group * p.value_tiles + 1) / 2;
     const int levels = p.layout.segment_levels;
     const int parts = (levels + SegmentReadsShape::kNodes - 1) / SegmentReadsShape::kNodes;
     LaunchDependent("segment reads", SegmentReadsKernel<Element>,
-                    pairs * b.num_groups * p.layout.num_segments * parts,
+                    pairs * b.key_blocks * b.num_groups * p.layout.num_segments * parts,
                     SegmentReadsShape::kThreads, SegmentReadsShape::kSharedBytes, stream,
                     maps.forward.q, maps.d_o, b);
     LaunchDependent("segment walk",
@@ -111,16 +114,24 @@ void LaunchPass(const BackwardParams& b, DType scales, const BackwardMaps& maps,
                   ChunkGradsShape::kThreads, ChunkGradsShape::kSharedBytes, stream, maps.forward.q,
                   maps.d_o, b);
   const std::int64_t chunks = std::int64_t{b.num_groups} * p.layout.num_chunks;
-  LaunchDependent("node grads", NodeGradsKernel<Element>, chunks * b.node_runs.count,
+  LaunchDependent("node grads", NodeGradsKernel<Element>, chunks * b.node_runs.count * b.key_blocks,
                   NodeGradsShape::kThreads, NodeGradsShape::kSharedBytes, stream, maps.forward.q,
                   maps.d_o, b);
-  LaunchDependent("local grads", LocalGradsKernel<Element>, chunks * b.local_runs.count,
-                  LocalGradsShape::kThreads, LocalGradsShape::kSharedBytes, stream, maps.forward.q,
-                  maps.forward.k, maps.forward.v, maps.d_o, maps.dv, b);
+  const auto local_grads = [&](auto kernel) {
+    LaunchDependent("local grads", kernel, chunks * b.local_runs.count, LocalGradsShape::kThreads,
+                    LocalGradsShape::kSharedBytes, stream, maps.forward.q, maps.forward.k,
+                    maps.forward.v, maps.d_o, maps.dv, b);
+  };
+  if (b.key_blocks == 1) {
+    local_grads(LocalGradsKernel<Element, KeyBlock::kOnly>);
+  } else {
+    local_grads(LocalGradsKernel<Element, KeyBlock::kSecond>);
+    local_grads(LocalGradsKernel<Element, KeyBlock::kFirst>);
+  }
   const bool ends_groups = (p.head_begin + p.num_heads) % p.heads_per_group == 0;
   if (ends_groups && b.dq.partials != nullptr) {
-    LaunchDependent("reduce runs", ReduceRunsKernel<Element>, kChunk / kReduceRows * 2 * chunks,
-                    kReduceThreads, 0, stream, b);
+    LaunchDependent("reduce runs", ReduceRunsKernel<Element>,
+                    kChunk / kReduceRows * 2 * chunks * b.key_blocks, kReduceThreads, 0, stream, b);
   }
   if (scales == DType::kFloat32) {
     LaunchScaleGrads<float>(b, stream);
@@ -198,7 +209,7 @@ void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& 
       runs->count = (pass_end + shortest - 1) / shortest - runs->begin;
     }
     b.partial_stride =
-        inputs.q.size(0) * inputs.q.size(1) * b.num_groups * std::int64_t{kBackwardKeySize};
+        inputs.q.size(0) * inputs.q.size(1) * b.num_groups * std::int64_t{b.forward.key_size};
     const DType scales = inputs.level_scales.dtype;
     if (inputs.q.dtype == DType::kBFloat16) {
       LaunchPass<BFloat16>(b, scales, maps, stream);

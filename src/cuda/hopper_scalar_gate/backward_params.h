@@ -6,16 +6,17 @@
 //   D_c  gradient of chunk c's state at its end: sum over the left nodes that hold c of their R,
 //        decayed from their end to c's
 //
-// Keys are padded to K = 128; values are V / 64 tiles; R, D have the order of swizzled [K][64]
-// tiles.
+// Keys are blocks of 128, padded (K / 128, one or two), values V / 64 tiles; a state is cut in
+// M = V / 64 x K / 128 state tiles, key blocks inside value tiles. R, D have the order of swizzled
+// [128][64] tiles.
 #pragma once
 
 #include "cuda/hopper_scalar_gate/params.h"
 
 namespace fenwick::cuda::hopper {
 
-inline constexpr int kBackwardKeySize = 128;
-inline constexpr int kStateElements = kBackwardKeySize * kValueTile;
+inline constexpr int kKeyBlock = 128;
+inline constexpr int kStateElements = kKeyBlock * kValueTile;
 // Accumulators of a thread of each of the local kernel's three warpgroups.
 inline constexpr int kUnfinished = 64 + 64 + 96;
 inline constexpr int kFlowParts = kStateElements / 4 / 32;  // warps of the walk over one state
@@ -46,8 +47,8 @@ struct RunRange {
 
 // dq or dk: sums over the heads of a q/k group.
 struct KeyGradient {
-  float* partials = nullptr;       // [local runs, B, T, P, 128], of sequences with several runs
-  const float* addends = nullptr;  // [node runs, B, T, P, 128]: the other share; null: none
+  float* partials = nullptr;       // [local runs, B, T, P, K], of sequences with several runs
+  const float* addends = nullptr;  // [node runs, B, T, P, K]: the other share; null: none
   void* out = nullptr;             // [B, T, G, K] E
   std::int64_t batch_stride = 0, token_stride = 0, group_stride = 0;
 };
@@ -65,27 +66,31 @@ struct BackwardParams {
   // of the heads of one, from first_in_group on. A run that a pass ends within is left unfinished
   // in `node_dq` and `unfinished`, and the next pass goes on from there.
   int group_begin = 0, num_groups = 1, first_in_group = 0;
-  std::int64_t partial_stride = 0;  // elements of one [B, T, P, 128] partial sum
+  std::int64_t partial_stride = 0;  // elements of one [B, T, P, K] partial sum
   KeyGradient dq, dk;
   int key_size = 0;  // K of dq and dk
+  int key_blocks = 1, state_tiles = 1;
 
   // For each segment and set bit j of its index: its queries' part of R of that node.
-  float* segment_reads = nullptr;  // [F, S, V/64, segment_levels, K, 64]
-  float* segment_grads = nullptr;  // [F, S, V/64, K, 64] D of the segment's last chunk
+  float* segment_reads = nullptr;  // [F, S, M, segment_levels, 128, 64]
+  float* segment_grads = nullptr;  // [F, S, M, 128, 64] D of the segment's last chunk
   // Flow through the segment's first token (see finish.cuh), a partial sum for each warp.
-  float* segment_flow = nullptr;  // [F, S, V/64, kFlowParts]
-  void* chunk_grads = nullptr;    // [F, N, V/64, K, 64] E: D
-  // Gradients of the levels without the factor `scale`, rows as the weights.
-  __nv_bfloat16* scale_grads = nullptr;  // [F, N, V/64, W, 128]
-  float* node_reads = nullptr;           // [F, N, V/64, 128] sum over nodes of w (q . S do)
+  float* segment_flow = nullptr;  // [F, S, M, kFlowParts]
+  void* chunk_grads = nullptr;    // [F, N, M, 128, 64] E: D
+  // Gradients of the levels without the factor `scale`, rows as the weights; those of the local
+  // levels with a value tile's first key block.
+  __nv_bfloat16* scale_grads = nullptr;  // [F, N, M, W, 128]
+  float* node_reads = nullptr;           // [F, N, M, 128] sum over nodes of w (q . S do)
   // Inside the chunk: read side minus write side of each token; then the read side from keys 0..63
   // of tokens 64..127.
   float* local_flow = nullptr;  // [F, N, V/64, 192]
   // The flow's way through the tokens (finish.cuh).
   float* flow_change = nullptr;    // [F, N, 128]: flow(t) - flow(t + 1)
   FlowStep* chunk_flow = nullptr;  // [F, N]: across the chunk
-  float* node_dq = nullptr;        // [node runs, B, T, P, 128]
-  float* unfinished = nullptr;     // [2, N, kUnfinished, 128]: of even and of odd runs
+  float* node_dq = nullptr;        // [node runs, B, T, P, K]
+  // The local kernel's accumulators, of even and of odd runs.
+  float* unfinished = nullptr;    // [2, K/128, N, kUnfinished, 128]
+  float* value_shares = nullptr;  // [F, N, V/64, 2, 32, 128] what the second key block gives to dv
 
   void* dv = nullptr;  // [B, T, H, V] E
   bool dv_mapped = true;

@@ -61,7 +61,8 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads) {
     offset = w.bytes;
     w.bytes += (bytes + 255) / 256 * 256;
   };
-  const std::size_t tiles = static_cast<std::size_t>(heads) * forward.value_tiles;
+  const int key_blocks = forward.key_size / kKeyBlock;
+  const std::size_t tiles = static_cast<std::size_t>(heads) * forward.value_tiles * key_blocks;
   const std::size_t chunks = tiles * forward.layout.num_chunks;
   const std::size_t segments = tiles * forward.layout.num_segments;
   place(w.segment_reads, segments * forward.layout.segment_levels * kStateElements * 4);
@@ -70,12 +71,12 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads) {
   place(w.chunk_grads, chunks * kStateElements * 2);
   place(w.scale_grads, chunks * forward.weight_rows * kChunk * 2);
   place(w.node_reads, chunks * kChunk * 4);
-  place(w.local_flow, chunks * 192 * 4);
+  place(w.local_flow, chunks / key_blocks * 192 * 4);
   const std::size_t head_chunks = static_cast<std::size_t>(heads) * forward.layout.num_chunks;
   place(w.flow_change, head_chunks * kChunk * 4);
   place(w.chunk_flow, head_chunks * sizeof(FlowStep));
   const std::size_t total =
-      static_cast<std::size_t>(inputs.q.size(0)) * inputs.q.size(1) * kBackwardKeySize * 4;
+      static_cast<std::size_t>(inputs.q.size(0)) * inputs.q.size(1) * forward.key_size * 4;
   const std::size_t partial = total * (heads / together);
   const int local_runs = plan.MostLocalRuns(heads_in_group);
   place(w.node_dq, plan.node_runs.Runs(plan.shortest, heads_in_group) * partial);
@@ -84,8 +85,11 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads) {
     place(w.local_dk, local_runs * partial);
   }
   if (together < heads_in_group) {
-    place(w.unfinished, std::min<std::size_t>(local_runs, 2) * forward.layout.num_chunks *
-                            kUnfinished * kWarpgroup * 4);
+    place(w.unfinished, std::min<std::size_t>(local_runs, 2) * key_blocks *
+                            forward.layout.num_chunks * kUnfinished * kWarpgroup * 4);
+  }
+  if (key_blocks > 1) {
+    place(w.value_shares, head_chunks * forward.value_tiles * kChunk * kValueTile * 4);
   }
 }
 
@@ -99,12 +103,11 @@ std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
        {&gradients.q, &gradients.k, &gradients.v, &gradients.g, &gradients.level_scales}) {
     if (!view->given()) return std::nullopt;
   }
-  if (inputs.q.size(3) > kBackwardKeySize) return std::nullopt;
   const std::optional<ForwardPlan> forward = MakeForwardPlan(inputs, {}, multiprocessors);
   if (!forward.has_value()) return std::nullopt;
   BackwardPlan plan;
   plan.forward = *forward;
-  plan.forward.key_size = kBackwardKeySize;
+  plan.forward.key_size = std::max(forward->key_size, kKeyBlock);
   plan.forward.scales_tile_heads = 0;  // these kernels read weights
   const int groups = static_cast<int>(inputs.q.size(2));
   const int heads_in_group = static_cast<int>(inputs.v.size(2)) / groups;

@@ -66,7 +66,7 @@ __device__ __forceinline__ void AddReads(float (&first)[32], float (&second)[32]
   if (kTwo) ptx::PinRegisters(second);
 }
 
-// Grid x: value tiles x heads x segments.
+// Grid x: state tiles x heads x segments.
 template <typename Element>
 __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
     ChunkGradsKernel(const __grid_constant__ CUtensorMap q_map,
@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
   __syncthreads();
   ptx::WaitForPreviousKernel();
   int rest = blockIdx.x;
-  const int value_tile = rest % p.value_tiles;
-  rest /= p.value_tiles;
+  const int state_tile = rest % b.state_tiles;
+  rest /= b.state_tiles;
   const int head = rest % p.num_heads, segment = rest / p.num_heads;
   const SegmentPlace place = PlaceOfSegment(p.layout, segment);
   const int log_segment = place.log_segment;
@@ -102,6 +102,8 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
     ptx::LowerRegisters<24>();
     if (warp_in_block > 8 || lane > 0) return;
     const int group = (p.head_begin + head) / p.heads_per_group;
+    const int value_tile = state_tile / b.key_blocks;
+    const int key = state_tile % b.key_blocks * kKeyBlock;
     for (int step = 0; step + 1 < count; ++step) {  // the first chunk reads no node of the segment
       const int stage = step % Shape::kStages, i = count - 1 - step;
       if (step >= Shape::kStages) {
@@ -112,8 +114,8 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
       const int token = place.token + (first + i) * kChunk;
       const int row_bytes = __popc(i) * kChunk * 2;
       ptx::BarrierExpect(bar, 3 * kTileBytes + row_bytes);
-      ptx::LoadTile(tile, &q_map, bar, 0, group, token, place.batch);
-      ptx::LoadTile(tile + kTileBytes, &q_map, bar, 64, group, token, place.batch);
+      ptx::LoadTile(tile, &q_map, bar, key, group, token, place.batch);
+      ptx::LoadTile(tile + kTileBytes, &q_map, bar, key + 64, group, token, place.batch);
       ptx::LoadTile(tile + 2 * kTileBytes, &do_map, bar, value_tile * kValueTile,
                     p.head_begin + head, token, place.batch);
       ptx::LoadBytes(aux, p.weights + ((record + i) * p.weight_rows + kLocalLevels) * kChunk,
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
   const std::uint32_t staging = shared + Shape::kOut + warp_in_block * 2048;
   const int row = 64 * warpgroup + 16 * warp;
   auto* out = static_cast<typename Element::Storage*>(b.chunk_grads) +
-              (record * p.value_tiles + value_tile) * kStateElements + row * kTileColumns;
+              (record * b.state_tiles + state_tile) * kStateElements + row * kTileColumns;
 
   // Log2 decay of the 2^l chunks that end with chunk `lane` of the segment.
   float decay[kMaxLogSegment];
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
     ptx::FenceAsyncShared();
     __syncwarp();
     if (lane == 0) {
-      ptx::StoreBytes(out + static_cast<std::size_t>(i) * p.value_tiles * kStateElements, staging,
+      ptx::StoreBytes(out + static_cast<std::size_t>(i) * b.state_tiles * kStateElements, staging,
                       2048);
       ptx::CommitStores();
     }
@@ -172,8 +174,8 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
     for (int n = 0; n < 32; ++n) d[n] = 0;
     if (place.num_segments > 1) {
       const std::size_t unit =
-          (static_cast<std::size_t>(head) * p.layout.num_segments + segment) * p.value_tiles +
-          value_tile;
+          (static_cast<std::size_t>(head) * p.layout.num_segments + segment) * b.state_tiles +
+          state_tile;
       const float* in = b.segment_grads + unit * kStateElements;
       const int r = row + (lane >> 2);
 #pragma unroll

@@ -109,17 +109,19 @@ __global__ void __launch_bounds__(kWeightThreads)
   const int head = warp / kWarpsPerHead, part = warp % kWarpsPerHead;
   const std::size_t record =
       static_cast<std::size_t>(first_head + head) * p.layout.num_chunks + chunk;
-  const std::size_t unit = record * p.value_tiles;
   if (head < heads && part == 0) {
     float4 change = make_float4(0, 0, 0, 0);
     const auto add = [&](const float* from) {
       const float4 x = __ldcs(reinterpret_cast<const float4*>(from));
       change.x += x.x, change.y += x.y, change.z += x.z, change.w += x.w;
     };
+    for (int m = 0; m < b.state_tiles; ++m) {
+      add(b.node_reads + (record * b.state_tiles + m) * kChunk + 4 * lane);
+    }
     for (int v = 0; v < p.value_tiles; ++v) {
-      add(b.node_reads + (unit + v) * kChunk + 4 * lane);
-      add(b.local_flow + (unit + v) * 192 + 4 * lane);
-      if (lane >= 16) add(b.local_flow + (unit + v) * 192 + 64 + 4 * lane);
+      const float* local = b.local_flow + (record * p.value_tiles + v) * 192;
+      add(local + 4 * lane);
+      if (lane >= 16) add(local + 64 + 4 * lane);
     }
     const int valid = place.valid - 4 * lane;
     if (valid < 1) change.x = 0;
@@ -155,15 +157,16 @@ __global__ void __launch_bounds__(kWeightThreads)
       StoreAs(reinterpret_cast<Scale*>(out[1][1]) + level, p.scale * x1.y);
     };
     const int last = p.levels - 1;
-    const auto* grads =
-        reinterpret_cast<const std::uint32_t*>(b.scale_grads + unit * p.weight_rows * kChunk) +
-        lane;
-    const auto load = [&](auto& x, int first_row, int rows) {
+    const auto* grads = reinterpret_cast<const std::uint32_t*>(
+                            b.scale_grads + record * b.state_tiles * p.weight_rows * kChunk) +
+                        lane;
+    // Summed over every `step`th state tile.
+    const auto load = [&](auto& x, int first_row, int rows, int step) {
       constexpr int kRows = sizeof(x) / sizeof(x[0]);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) x[i][0] = x[i][1] = make_float2(0, 0);
-      for (int v = 0; v < p.value_tiles; ++v) {
-        const std::uint32_t* from = grads + (v * p.weight_rows + first_row) * (kChunk / 2);
+      for (int m = 0; m < b.state_tiles; m += step) {
+        const std::uint32_t* from = grads + (m * p.weight_rows + first_row) * (kChunk / 2);
         std::uint32_t y[kRows][2];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -182,7 +185,7 @@ __global__ void __launch_bounds__(kWeightThreads)
     };
     if (part == 0) {
       float2 x[kLocalLevels][2];
-      load(x, 0, kLocalLevels);
+      load(x, 0, kLocalLevels, b.key_blocks);
 #pragma unroll
       for (int row = 0; row < kLocalLevels; ++row) {
         // A level that the token does not have was not written.
@@ -204,7 +207,7 @@ __global__ void __launch_bounds__(kWeightThreads)
 #pragma unroll 1
       for (int first = 0; first < nodes; first += kTogether) {
         float2 x[kTogether][2];
-        load(x, kLocalLevels + first, nodes - first);
+        load(x, kLocalLevels + first, nodes - first, 1);
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           if (first + i >= nodes) break;
@@ -251,9 +254,9 @@ __global__ void __launch_bounds__(kFlowThreads)
   const auto boundary_flow = [&](int boundary) {
     const std::size_t unit = (static_cast<std::size_t>(head) * p.layout.num_segments +
                               FirstSegment(p.layout, SequenceOfChunk(p.layout, chunk)) + boundary) *
-                             p.value_tiles;
+                             b.state_tiles;
     float sum = 0;
-    for (int i = lane; i < p.value_tiles * kFlowParts; i += 32) {
+    for (int i = lane; i < b.state_tiles * kFlowParts; i += 32) {
       sum += b.segment_flow[unit * kFlowParts + i];
     }
 #pragma unroll

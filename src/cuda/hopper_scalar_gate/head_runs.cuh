@@ -46,11 +46,11 @@ __device__ __forceinline__ std::size_t TokenRow(const BackwardParams& b, const H
   return static_cast<std::size_t>(r.place.batch) * b.tokens + r.place.token + t;
 }
 
-// Row t of partial sums [runs, B, T, P, 128].
+// Row t of partial sums [runs, B, T, P, K].
 __device__ __forceinline__ float* PartialRow(const BackwardParams& b, const HeadRun& r,
                                              float* partials, int t) {
   return partials + r.run * b.partial_stride +
-         (TokenRow(b, r, t) * b.num_groups + r.group) * kBackwardKeySize;
+         (TokenRow(b, r, t) * b.num_groups + r.group) * b.forward.key_size;
 }
 
 // Rows t0 and t0 + 8 of an accumulator of 64 columns, to partial sums.
@@ -93,7 +93,7 @@ __device__ __forceinline__ void FinishRow(const BackwardParams& b, const ChunkPl
                                           const KeyGradient& to, std::size_t token, int group,
                                           int column, int step, float2 (&x)[kPairs]) {
   if (to.addends != nullptr) {
-    const float* addend = to.addends + (token * b.num_groups + group) * kBackwardKeySize + column;
+    const float* addend = to.addends + (token * b.num_groups + group) * b.forward.key_size + column;
     const int runs = b.node_runs.rule.Runs(place.num_chunks, b.forward.heads_per_group);
     for (int run = 0; run < runs; ++run, addend += b.partial_stride) {
       float2 y[kPairs];
@@ -142,29 +142,31 @@ __device__ __forceinline__ void StoreKeyGradient(const BackwardParams& b, const 
 }
 
 inline constexpr int kReduceThreads = 256;
-inline constexpr int kReduceRows = kReduceThreads / (kBackwardKeySize / 4);
+inline constexpr int kReduceRows = kReduceThreads / (kKeyBlock / 4);
 
 // dq and dk of sequences that have several runs of the local kernel. A thread takes four columns.
-// Grid x: blocks of rows of a chunk x 2 x q/k groups of the pass x chunks.
+// Grid x: blocks of rows of a chunk x 2 x key blocks x q/k groups of the pass x chunks.
 template <typename Element>
 __global__ void __launch_bounds__(kReduceThreads)
     ReduceRunsKernel(const __grid_constant__ BackwardParams b) {
   ptx::AllowNextKernel();
   ptx::WaitForPreviousKernel();
   const ForwardParams& p = b.forward;
-  constexpr int kThreadsPerRow = kBackwardKeySize / 4, kBlocks = kChunk / kReduceRows;
+  constexpr int kThreadsPerRow = kKeyBlock / 4, kBlocks = kChunk / kReduceRows;
   const int block = blockIdx.x % kBlocks;
   int rest = blockIdx.x / kBlocks;
   const KeyGradient& to = rest % 2 == 0 ? b.dq : b.dk;
   rest /= 2;
+  const int key_block = rest % b.key_blocks;
+  rest /= b.key_blocks;
   const int group = rest % b.num_groups;
   const ChunkPlace place = PlaceOfChunk(p.layout, rest / b.num_groups);
   const int runs = b.local_runs.rule.Runs(place.num_chunks, p.heads_per_group);
   const int t = block * kReduceRows + threadIdx.x / kThreadsPerRow;
   if (runs == 1 || t >= place.valid) return;
   const std::size_t token = static_cast<std::size_t>(place.batch) * b.tokens + place.token + t;
-  const int column = static_cast<int>(threadIdx.x % kThreadsPerRow) * 4;
-  const float* from = to.partials + (token * b.num_groups + group) * kBackwardKeySize + column;
+  const int column = key_block * kKeyBlock + static_cast<int>(threadIdx.x % kThreadsPerRow) * 4;
+  const float* from = to.partials + (token * b.num_groups + group) * p.key_size + column;
   float2 x[2] = {};
   for (int run = 0; run < runs; ++run, from += b.partial_stride) {
     const float4 y = __ldcs(reinterpret_cast<const float4*>(from));

@@ -9,6 +9,10 @@
 // Three consumer warpgroups: 0 and 1 own the 64x64 blocks on the diagonal, 2 the block below it.
 // P passes through shared memory, where dv reads it transposed. dk's four 64x64 quarters: 0 and 1
 // hold the diagonal ones, 2 the other two.
+//
+// With two key blocks (K > 128) there is a launch for each. dS is the same in both. The second
+// block's comes first, computes no scores, and leaves its K D, a share of dv; the first block's
+// takes scores over all keys and does the rest.
 #pragma once
 
 #include <cuda.h>
@@ -35,10 +39,12 @@ struct LocalGradsShape {
   static constexpr int kOut = kP2 + 2 * kHalf;
   static constexpr int kOwnScores = kOut + 2 * kHalf;
   static constexpr int kBarriers = kOwnScores + 2 * kHalf;
-  static constexpr int kSharedBytes = kBarriers + (2 * kStages + 5) * 8 + 1024;
+  static constexpr int kSharedBytes = kBarriers + (2 * kStages + 7) * 8 + 1024;
   static constexpr int kThreads = 4 * kWarpgroup;
   static_assert(kSharedBytes <= 232448, "shared memory of an SM");
 };
+
+enum class KeyBlock { kOnly, kFirst, kSecond };
 
 // A 16x16 block below the diagonal: P, and what it adds to dS, to its level and to the flow.
 struct RowSums {
@@ -124,8 +130,10 @@ __device__ __forceinline__ void StartKeyGrads(float (&d)[32], std::uint32_t (&v)
 
 // Accumulators to go on with in the next pass, from `slot` on among a thread's kUnfinished.
 __device__ __forceinline__ float* UnfinishedSlot(const BackwardParams& b, const HeadRun& r,
-                                                 int slot) {
-  const std::size_t chunk = (r.run & 1) * std::size_t(b.forward.layout.num_chunks) + r.chunk;
+                                                 int key_block, int slot) {
+  const std::size_t chunk = static_cast<std::size_t>((r.run & 1) * b.key_blocks + key_block) *
+                                b.forward.layout.num_chunks +
+                            r.chunk;
   return b.unfinished + (chunk * kUnfinished + slot) * kWarpgroup + threadIdx.x % kWarpgroup;
 }
 
@@ -165,7 +173,7 @@ struct TileWalk {
   }
 };
 
-template <typename Element>
+template <typename Element, KeyBlock kBlock>
 __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     LocalGradsKernel(const __grid_constant__ CUtensorMap q_map,
                      const __grid_constant__ CUtensorMap k_map,
@@ -175,14 +183,18 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
                      const __grid_constant__ BackwardParams b) {
   using Shape = LocalGradsShape;
   using E = Element;
+  constexpr bool kSecond = kBlock == KeyBlock::kSecond;
+  constexpr int kKeyBlocks = kBlock == KeyBlock::kOnly ? 1 : 2, kKey = kSecond ? kKeyBlock : 0;
   const ForwardParams& p = b.forward;
   ptx::AllowNextKernel();
   const std::uint32_t shared = FirstTile();
   const std::uint32_t full = shared + Shape::kBarriers, empty = full + 8 * Shape::kStages;
   const std::uint32_t cross_full = empty + 8 * Shape::kStages, cross_empty = cross_full + 16;
-  const std::uint32_t query = cross_empty + 16;
+  const std::uint32_t query = cross_empty + 16, upper_full = query + 8, upper_empty = query + 16;
   if (threadIdx.x == 0) {
     ptx::BarrierInit(query, 1);
+    ptx::BarrierInit(upper_full, 1);
+    ptx::BarrierInit(upper_empty, 12);
     for (int i = 0; i < Shape::kStages; ++i) {
       ptx::BarrierInit(full + 8 * i, 1);
       ptx::BarrierInit(empty + 8 * i, 12);
@@ -207,12 +219,21 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     ptx::LowerRegisters<24>();
     if (warp_in_block > 12 || lane > 0) return;
     const int group = b.group_begin + run.group;
-    ptx::BarrierExpect(query, 4 * kTileBytes);
-    for (int i = 0; i < 2; ++i) {
-      ptx::LoadTile(shared + Shape::kKeys + i * kTileBytes, &k_map, query, 64 * i, group,
-                    place.token, place.batch);
-      ptx::LoadTile(shared + Shape::kP + i * kTileBytes, &q_map, query, 64 * i, group, place.token,
-                    place.batch);
+    const auto load_key_block = [&](std::uint32_t to, const CUtensorMap& map, std::uint32_t bar,
+                                    int key) {
+      for (int i = 0; i < 2; ++i) {
+        ptx::LoadTile(to + i * kTileBytes, &map, bar, key + 64 * i, group, place.token,
+                      place.batch);
+      }
+    };
+    ptx::BarrierExpect(query, (kSecond ? 2 : 4) * kTileBytes);
+    load_key_block(shared + Shape::kKeys, k_map, query, kKey);
+    if (!kSecond) load_key_block(shared + Shape::kP, q_map, query, kKey);
+    if (kBlock == KeyBlock::kFirst) {  // the other keys, for the scores
+      ptx::BarrierExpect(upper_full, 4 * kTileBytes);
+      load_key_block(shared + Shape::kRing, k_map, upper_full, kKeyBlock);
+      load_key_block(shared + Shape::kRing + 2 * kTileBytes, q_map, upper_full, kKeyBlock);
+      ptx::BarrierWait(upper_empty, 0);
     }
     TileWalk walk(p, run);
     for (int tile = 0; tile <= tiles; ++tile, walk.Next()) {
@@ -222,9 +243,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       const std::uint32_t to = shared + Shape::kRing + stage * Shape::kStageBytes;
       if (tile == tiles) {  // q once more, for dk
         ptx::BarrierExpect(bar, 2 * kTileBytes);
-        for (int i = 0; i < 2; ++i) {
-          ptx::LoadTile(to + i * kTileBytes, &q_map, bar, 64 * i, group, place.token, place.batch);
-        }
+        load_key_block(to, q_map, bar, kKey);
         break;
       }
       const int head = walk.head, value_tile = walk.value_tile;
@@ -243,8 +262,9 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
           static_cast<const char*>(p.decay_to_end) + record * kDecayToEndBytes + 2 * kChunk, 16,
           bar);
       ptx::LoadBytes(to + 2 * kTileBytes,
-                     static_cast<const char*>(b.chunk_grads) + walk.unit * kTileBytes, kTileBytes,
-                     bar);
+                     static_cast<const char*>(b.chunk_grads) +
+                         (walk.unit * kKeyBlocks + kKey / kKeyBlock) * kTileBytes,
+                     kTileBytes, bar);
     }
     return;
   }
@@ -265,20 +285,29 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     ptx::NamedBarrier(2 + warpgroup, kWarpgroup);
   };
   float scores[32];
-  ptx::BarrierWait(query, 0);
-  zero_tail(keys, 4);  // q lies behind k
-  {
-    const std::uint64_t q = TileDescriptor(p0 + (warpgroup > 0 ? Shape::kHalf : 0));
-    const std::uint64_t k = TileDescriptor(keys + (warpgroup == 1 ? Shape::kHalf : 0));
+  const auto add_scores = [&](std::uint32_t q_tiles, std::uint32_t k_tiles, bool accumulate) {
+    const std::uint64_t q = TileDescriptor(q_tiles + (warpgroup > 0 ? Shape::kHalf : 0));
+    const std::uint64_t k = TileDescriptor(k_tiles + (warpgroup == 1 ? Shape::kHalf : 0));
     ptx::WgmmaFence();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int step = (j >> 2) * (kTileBytes / 16) + (j & 3) * kStepColumns16;
-      ptx::WgmmaShared<E, false, false>(scores, q + step, k + step, j > 0);
+      ptx::WgmmaShared<E, false, false>(scores, q + step, k + step, accumulate || j > 0);
     }
     ptx::WgmmaCommit();
     ptx::WgmmaWait<0>();
     ptx::PinRegisters(scores);
+  };
+  ptx::BarrierWait(query, 0);
+  zero_tail(keys, kSecond ? 2 : 4);  // q lies behind k
+  if (!kSecond) add_scores(p0, keys, false);
+  if (kBlock == KeyBlock::kFirst) {
+    const std::uint32_t upper = shared + Shape::kRing;
+    ptx::BarrierWait(upper_full, 0);
+    zero_tail(upper, 4);
+    add_scores(upper + 2 * kTileBytes, upper, true);
+    __syncwarp();
+    if (lane == 0) ptx::BarrierArrive(upper_empty);
   }
   int stage = 0, parity = 0;
   const auto next_stage = [&] {
@@ -296,7 +325,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     const bool keep0 = c0 <= row, keep1 = c1 <= row;
     const int t0 = 64 * warpgroup + 16 * warp + row, own = 64 * warpgroup;
     const std::uint32_t own_scores = shared + Shape::kOwnScores + warpgroup * Shape::kHalf;
-    StoreAccumulator<E>(own_scores + warp * 2048, scores, lane);
+    if (!kSecond) StoreAccumulator<E>(own_scores + warp * 2048, scores, lane);
     ptx::NamedBarrier(1, 3 * kWarpgroup);
     float ds_below[24], ds_corner[8], dk[32];
 #pragma unroll
@@ -306,7 +335,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
 #pragma unroll
     for (int n = 0; n < 8; ++n) ds_corner[n] = 0;
     if (!run.begins) {
-      const float* from = UnfinishedSlot(b, run, 64 * warpgroup);
+      const float* from = UnfinishedSlot(b, run, kKey / kKeyBlock, 64 * warpgroup);
       GoOnFrom(from, dk);
       GoOnFrom(from + 32 * kWarpgroup, ds_below);
       GoOnFrom(from + 56 * kWarpgroup, ds_corner);
@@ -357,8 +386,8 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
         for (int j = 0; j < 4; ++j) {
           std::uint32_t block[4] = {0, 0, 0, 0};
           if (j < 3 && j < warp) {
-            std::uint32_t s[4];
-            ptx::LoadMatrix4(s, (own_scores + offset) ^ (32 * j));
+            std::uint32_t s[4] = {};
+            if (!kSecond) ptx::LoadMatrix4(s, (own_scores + offset) ^ (32 * j));
             const bool far = (warp ^ j) >= 2;
             RowSums level;
             BlockGrads<E>(block, s, dp + 8 * j, ds_below + 8 * (j < 3 ? j : 0), aux, own + 16 * j,
@@ -372,12 +401,13 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
           if (j == warp) {
 #pragma unroll
             for (int n = 0; n < 8; ++n) corner[n] = dp[8 * j + n];
-          } else {
+          } else if (!kSecond) {
             StoreBlock((my_p + offset) ^ (32 * j), block);
           }
         }
-        std::uint32_t s[4];  // 0: rows 0-7, low columns; 1: rows 8-15, low; 3: rows 8-15, high
-        ptx::LoadMatrix4(s, (own_scores + offset) ^ (32 * warp));
+        // 0: rows 0-7, low columns; 1: rows 8-15, low; 3: rows 8-15, high.
+        std::uint32_t s[4] = {};
+        if (!kSecond) ptx::LoadMatrix4(s, (own_scores + offset) ^ (32 * warp));
         const int s0 = own + 16 * warp + c0;
         const float2 low = ptx::LoadSharedF32x2(aux + 4 * s0);
         const float2 high = ptx::LoadSharedF32x2(aux + 4 * (s0 + 8));
@@ -402,8 +432,10 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
                                         E::Pack(E::Low(s[1]) * l4 * e2, E::High(s[1]) * l4 * e3),
                                         0u,
                                         E::Pack(E::Low(s[3]) * lb0 * e6, E::High(s[3]) * lb1 * e7)};
-        StoreBlock((my_p + offset) ^ (32 * warp), block);
-        ptx::FenceAsyncShared();
+        if (!kSecond) {
+          StoreBlock((my_p + offset) ^ (32 * warp), block);
+          ptx::FenceAsyncShared();
+        }
         flow.a += E::Low(block[0]) * corner[0] + E::High(block[0]) * corner[1];
         flow.b += E::Low(block[1]) * corner[2] + E::High(block[1]) * corner[3] +
                   E::Low(block[3]) * corner[6] + E::High(block[3]) * corner[7];
@@ -413,7 +445,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
         y7 = x7 * E::High(s[3]);
         level4.b = x2 * E::Low(s[1]) + x3 * E::High(s[1]);
       }
-      ptx::NamedBarrier(2 + warpgroup, kWarpgroup);
+      if (!kSecond) ptx::NamedBarrier(2 + warpgroup, kWarpgroup);
       const float total = ptx::LoadSharedF32(aux + Shape::kAuxTotal);
       const float ea = ptx::Exp2(total - a0), eb = ptx::Exp2(total - a1);
       float dv[32];
@@ -433,35 +465,37 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       {
         std::uint32_t fragments[4][4];
         StartKeyGrads<E>(dk, fragments, my_v, ea, eb, descriptor(grads + warpgroup * Shape::kHalf));
-        // Levels 0-3 of the diagonal block: each entry belongs to one lane or two.
-        __nv_bfloat16* out = b.scale_grads + unit * p.weight_rows * kChunk + t0;
-        const int half = row >> 1;
-        if (pair == half) {
-          const bool odd = row & 1;
-          StoreAs(out, odd ? y1 : y0);
-          StoreAs(out + 8, odd ? y7 : y6);
-          StoreAs(out + kChunk, odd ? y0 : 0.f);
-          StoreAs(out + kChunk + 8, odd ? y6 : 0.f);
-        }
-        float xa = y0 + y1, xb = y6 + y7;
-        if ((pair ^ half) == 1) {
-          StoreAs(out + 2 * kChunk, xa);
-          StoreAs(out + 2 * kChunk + 8, xb);
-        }
-        xa += __shfl_xor_sync(~0u, xa, 1);
-        xb += __shfl_xor_sync(~0u, xb, 1);
-        if ((pair ^ half) == 2) {
-          StoreAs(out + 3 * kChunk, xa);
-          StoreAs(out + 3 * kChunk + 8, xb);
-        }
-        level4.Reduce();
-        level5.Reduce();
-        level6.Reduce();
-        if (pair == 3) {
-          StoreAs(out + 4 * kChunk + 8, level4.b);
-        } else if (pair < 2) {
-          StoreAs(out + (5 + pair) * kChunk, pair ? level6.a : level5.a);
-          StoreAs(out + (5 + pair) * kChunk + 8, pair ? level6.b : level5.b);
+        if constexpr (!kSecond) {
+          // Levels 0-3 of the diagonal block: each entry belongs to one lane or two.
+          __nv_bfloat16* out = b.scale_grads + unit * kKeyBlocks * p.weight_rows * kChunk + t0;
+          const int half = row >> 1;
+          if (pair == half) {
+            const bool odd = row & 1;
+            StoreAs(out, odd ? y1 : y0);
+            StoreAs(out + 8, odd ? y7 : y6);
+            StoreAs(out + kChunk, odd ? y0 : 0.f);
+            StoreAs(out + kChunk + 8, odd ? y6 : 0.f);
+          }
+          float xa = y0 + y1, xb = y6 + y7;
+          if ((pair ^ half) == 1) {
+            StoreAs(out + 2 * kChunk, xa);
+            StoreAs(out + 2 * kChunk + 8, xb);
+          }
+          xa += __shfl_xor_sync(~0u, xa, 1);
+          xb += __shfl_xor_sync(~0u, xb, 1);
+          if ((pair ^ half) == 2) {
+            StoreAs(out + 3 * kChunk, xa);
+            StoreAs(out + 3 * kChunk + 8, xb);
+          }
+          level4.Reduce();
+          level5.Reduce();
+          level6.Reduce();
+          if (pair == 3) {
+            StoreAs(out + 4 * kChunk + 8, level4.b);
+          } else if (pair < 2) {
+            StoreAs(out + (5 + pair) * kChunk, pair ? level6.a : level5.a);
+            StoreAs(out + (5 + pair) * kChunk + 8, pair ? level6.b : level5.b);
+          }
         }
         ptx::WgmmaWait<0>();
         ptx::PinRegisters(dk);
@@ -474,59 +508,72 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
         dv[4 * n + 2] *= eb;
         dv[4 * n + 3] *= eb;
       }
-      if (warpgroup == 0) ptx::BarrierWait(cross_full + 8 * buffer, (tile >> 1) & 1);
-      ptx::PinRegisters(dv);
-      ptx::WgmmaFence();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        ptx::WgmmaShared<E, true, true>(
-            dv, descriptor(my_p) + j * kStepRows16,
-            descriptor(d_o + warpgroup * Shape::kHalf) + j * kStepRows16, true);
-      }
-      ptx::WgmmaCommit();
-      if (warpgroup == 0) {
+      if constexpr (!kSecond) {
+        if (warpgroup == 0) ptx::BarrierWait(cross_full + 8 * buffer, (tile >> 1) & 1);
+        ptx::PinRegisters(dv);
         ptx::WgmmaFence();
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           ptx::WgmmaShared<E, true, true>(
-              dv, descriptor(cross + buffer * Shape::kHalf) + j * kStepRows16,
-              descriptor(d_o + Shape::kHalf) + j * kStepRows16, true);
+              dv, descriptor(my_p) + j * kStepRows16,
+              descriptor(d_o + warpgroup * Shape::kHalf) + j * kStepRows16, true);
         }
         ptx::WgmmaCommit();
+        if (warpgroup == 0) {
+          ptx::WgmmaFence();
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            ptx::WgmmaShared<E, true, true>(
+                dv, descriptor(cross + buffer * Shape::kHalf) + j * kStepRows16,
+                descriptor(d_o + Shape::kHalf) + j * kStepRows16, true);
+          }
+          ptx::WgmmaCommit();
+        }
+        ptx::WgmmaWait<0>();
+        ptx::PinRegisters(dv);
       }
-      ptx::WgmmaWait<0>();
-      ptx::PinRegisters(dv);
+      [[maybe_unused]] float* share =
+          b.value_shares + (unit * 2 + warpgroup) * 32 * kWarpgroup + thread;
+      if (kBlock == KeyBlock::kFirst) {
+#pragma unroll
+        for (int n = 0; n < 32; ++n) dv[n] += __ldcs(share + n * kWarpgroup);
+      }
       std::uint32_t value[4][4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) ptx::LoadMatrix4(value[j], my_v ^ (32 * j));
       __syncwarp();
       if (lane == 0) {
         ptx::BarrierArrive(empty + 8 * stage);
-        if (warpgroup == 0) ptx::BarrierArrive(cross_empty + 8 * buffer);
+        if (warpgroup == 0 && !kSecond) ptx::BarrierArrive(cross_empty + 8 * buffer);
       }
       next_stage();
       start_dp();
+      if constexpr (kSecond) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+        for (int n = 0; n < 32; ++n) __stcs(share + n * kWarpgroup, dv[n]);
+      } else {
 #pragma unroll
-        for (int u = 0; u < 2; ++u) {
-          const int n = 4 * (2 * j + u);
-          flow.a -= E::Low(value[j][2 * u]) * dv[n] + E::High(value[j][2 * u]) * dv[n + 1];
-          flow.b -=
-              E::Low(value[j][2 * u + 1]) * dv[n + 2] + E::High(value[j][2 * u + 1]) * dv[n + 3];
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            const int n = 4 * (2 * j + u);
+            flow.a -= E::Low(value[j][2 * u]) * dv[n] + E::High(value[j][2 * u]) * dv[n + 1];
+            flow.b -=
+                E::Low(value[j][2 * u + 1]) * dv[n + 2] + E::High(value[j][2 * u + 1]) * dv[n + 3];
+          }
         }
+        flow.Reduce();
+        float* local_flow = b.local_flow + unit * 192 + t0;
+        if (pair == 0) local_flow[0] = flow.a;
+        if (pair == 1) local_flow[8] = flow.b;
+        if (lane == 0) ptx::WaitStoresRead<0>();
+        __syncwarp();
+        StoreAccumulator<E>(staging, dv, lane);
+        ptx::FenceAsyncShared();
+        __syncwarp();
+        StoreRows(target, place, p.head_begin + walk.head, walk.value_tile, own + 16 * warp,
+                  staging, lane);
       }
-      flow.Reduce();
-      float* local_flow = b.local_flow + unit * 192 + t0;
-      if (pair == 0) local_flow[0] = flow.a;
-      if (pair == 1) local_flow[8] = flow.b;
-      if (lane == 0) ptx::WaitStoresRead<0>();
-      __syncwarp();
-      StoreAccumulator<E>(staging, dv, lane);
-      ptx::FenceAsyncShared();
-      __syncwarp();
-      StoreRows(target, place, p.head_begin + walk.head, walk.value_tile, own + 16 * warp, staging,
-                lane);
       walk.Next();
     }
     ptx::WgmmaWait<0>();
@@ -534,7 +581,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     if (lane == 0) ptx::WaitStores<0>();
     __syncwarp();
     if (!run.ends) {
-      float* to = UnfinishedSlot(b, run, 64 * warpgroup);
+      float* to = UnfinishedSlot(b, run, kKey / kKeyBlock, 64 * warpgroup);
       LeaveUnfinished(to, dk);
       LeaveUnfinished(to + 32 * kWarpgroup, ds_below);
       LeaveUnfinished(to + 56 * kWarpgroup, ds_corner);
@@ -567,28 +614,28 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     if (warpgroup == 0) {
       Multiply64<E, true>(dk, descriptor(p0), descriptor(q), true);
       Multiply64<E, true>(dk, descriptor(cross), descriptor(q + Shape::kHalf), true);
-      StoreKeyGradient<E>(b, run, b.dk, dk, out_row, 2 * pair);
+      StoreKeyGradient<E>(b, run, b.dk, dk, out_row, kKey + 2 * pair);
       Multiply64<E, false>(x, descriptor(p0), descriptor(keys), false);
-      StoreKeyGradient<E>(b, run, b.dq, x, out_row, 2 * pair);
+      StoreKeyGradient<E>(b, run, b.dq, x, out_row, kKey + 2 * pair);
       Multiply64<E, false>(x, descriptor(p0), descriptor(keys + kTileBytes), false);
-      StoreKeyGradient<E>(b, run, b.dq, x, out_row, 64 + 2 * pair);
+      StoreKeyGradient<E>(b, run, b.dq, x, out_row, kKey + 64 + 2 * pair);
     } else {
       Multiply64<E, true>(dk, descriptor(p1), descriptor(q + kTileBytes + Shape::kHalf), true);
-      StoreKeyGradient<E>(b, run, b.dk, dk, out_row, 64 + 2 * pair);
+      StoreKeyGradient<E>(b, run, b.dk, dk, out_row, kKey + 64 + 2 * pair);
       Multiply64<E, false>(x, descriptor(cross), descriptor(keys), false);
       Multiply64<E, false>(x, descriptor(p1), descriptor(keys + Shape::kHalf), true);
-      StoreKeyGradient<E>(b, run, b.dq, x, out_row, 2 * pair);
+      StoreKeyGradient<E>(b, run, b.dq, x, out_row, kKey + 2 * pair);
     }
   } else {
     const int t0 = 64 + 16 * warp + row, s_row = 16 * warp + row;
     const std::uint32_t cross_scores = shared + Shape::kCrossScores;
-    StoreAccumulator<E>(cross_scores + warp * 2048, scores, lane);
+    if (!kSecond) StoreAccumulator<E>(cross_scores + warp * 2048, scores, lane);
     ptx::NamedBarrier(1, 3 * kWarpgroup);
     float ds[32], dk_upper[32], dk_lower[32];
 #pragma unroll
     for (int n = 0; n < 32; ++n) ds[n] = dk_upper[n] = dk_lower[n] = 0;
     if (!run.begins) {
-      const float* from = UnfinishedSlot(b, run, 64 * warpgroup);
+      const float* from = UnfinishedSlot(b, run, kKey / kKeyBlock, 64 * warpgroup);
       GoOnFrom(from, ds);
       GoOnFrom(from + 32 * kWarpgroup, dk_upper);
       GoOnFrom(from + 64 * kWarpgroup, dk_lower);
@@ -615,28 +662,32 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
                                             descriptor(v) + j * kStepColumns16, j > 0);
         }
         ptx::WgmmaCommit();
-        if (tile >= 2) ptx::BarrierWait(cross_empty + 8 * buffer, ((tile >> 1) & 1) ^ 1);
+        if (tile >= 2 && !kSecond)
+          ptx::BarrierWait(cross_empty + 8 * buffer, ((tile >> 1) & 1) ^ 1);
         const float a_l7 = ptx::LoadSharedBF16(la), b_l7 = ptx::LoadSharedBF16(la + 16);
         RowSums level7, flow;
         ptx::WgmmaWait<0>();
         ptx::PinRegisters(dp);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          std::uint32_t block[4], s[4];
-          ptx::LoadMatrix4(s, (cross_scores + offset) ^ (32 * j));
+          std::uint32_t block[4], s[4] = {};
+          if (!kSecond) ptx::LoadMatrix4(s, (cross_scores + offset) ^ (32 * j));
           BlockGrads<E>(block, s, dp + 8 * j, ds + 8 * j, aux, 16 * j, pair, a0, a1, a_l7, b_l7,
                         level7, flow);
-          StoreBlock((cross + buffer * Shape::kHalf + offset) ^ (32 * j), block);
+          if (!kSecond) StoreBlock((cross + buffer * Shape::kHalf + offset) ^ (32 * j), block);
         }
-        ptx::FenceAsyncShared();
-        __syncwarp();
-        if (lane == 0) ptx::BarrierArrive(cross_full + 8 * buffer);
-        level7.Reduce();
-        flow.Reduce();
-        __nv_bfloat16* out = b.scale_grads + (unit * p.weight_rows + 7) * kChunk + t0;
-        float* local_flow = b.local_flow + unit * 192 + kChunk + s_row;
-        if (pair == 0) StoreAs(out, level7.a), local_flow[0] = flow.a;
-        if (pair == 1) StoreAs(out + 8, level7.b), local_flow[8] = flow.b;
+        if constexpr (!kSecond) {
+          ptx::FenceAsyncShared();
+          __syncwarp();
+          if (lane == 0) ptx::BarrierArrive(cross_full + 8 * buffer);
+          level7.Reduce();
+          flow.Reduce();
+          __nv_bfloat16* out =
+              b.scale_grads + (unit * kKeyBlocks * p.weight_rows + 7) * kChunk + t0;
+          float* local_flow = b.local_flow + unit * 192 + kChunk + s_row;
+          if (pair == 0) StoreAs(out, level7.a), local_flow[0] = flow.a;
+          if (pair == 1) StoreAs(out + 8, level7.b), local_flow[8] = flow.b;
+        }
       }
       const float total = ptx::LoadSharedF32(aux + Shape::kAuxTotal);
       {
@@ -661,7 +712,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       next_stage();
     }
     if (!run.ends) {
-      float* to = UnfinishedSlot(b, run, 64 * warpgroup);
+      float* to = UnfinishedSlot(b, run, kKey / kKeyBlock, 64 * warpgroup);
       LeaveUnfinished(to, ds);
       LeaveUnfinished(to + 32 * kWarpgroup, dk_upper);
       LeaveUnfinished(to + 64 * kWarpgroup, dk_lower);
@@ -684,12 +735,12 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     float x[32];
     Multiply64<E, true>(dk_upper, descriptor(p0), descriptor(q_right), true);
     Multiply64<E, true>(dk_upper, descriptor(cross), descriptor(q_right + Shape::kHalf), true);
-    StoreKeyGradient<E>(b, run, b.dk, dk_upper, s_row, 64 + 2 * pair);
+    StoreKeyGradient<E>(b, run, b.dk, dk_upper, s_row, kKey + 64 + 2 * pair);
     Multiply64<E, true>(dk_lower, descriptor(p1), descriptor(q + Shape::kHalf), true);
-    StoreKeyGradient<E>(b, run, b.dk, dk_lower, t0, 2 * pair);
+    StoreKeyGradient<E>(b, run, b.dk, dk_lower, t0, kKey + 2 * pair);
     Multiply64<E, false>(x, descriptor(cross), descriptor(keys_right), false);
     Multiply64<E, false>(x, descriptor(p1), descriptor(keys_right + Shape::kHalf), true);
-    StoreKeyGradient<E>(b, run, b.dq, x, t0, 64 + 2 * pair);
+    StoreKeyGradient<E>(b, run, b.dq, x, t0, kKey + 64 + 2 * pair);
   }
 }
 

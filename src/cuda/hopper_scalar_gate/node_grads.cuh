@@ -65,7 +65,7 @@ __device__ __forceinline__ void StartProducts(float (&y)[32], const std::uint32_
   ptx::WgmmaCommit();
 }
 
-// Grid x: chunks x runs of heads.
+// Grid x: chunks x runs of heads x q/k groups of the pass x key blocks.
 template <typename Element>
 __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
     NodeGradsKernel(const __grid_constant__ CUtensorMap q_map,
@@ -92,7 +92,9 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
     ptx::BarrierInitFence();
   }
   ptx::WaitForPreviousKernel();
-  const HeadRun run = PlaceOfRun(b, blockIdx.x, b.node_runs);
+  const int blocks = gridDim.x / b.key_blocks;
+  const int key_block = blockIdx.x / blocks, key = key_block * kKeyBlock;
+  const HeadRun run = PlaceOfRun(b, blockIdx.x - key_block * blocks, b.node_runs);
   if (run.heads <= 0) return;
   const ChunkPlace& place = run.place;
   const int nodes = __popc(place.index), tiles = run.heads * p.value_tiles;
@@ -119,9 +121,10 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
     ptx::LowerRegisters<24>();
     if (warp_in_block > 8 || lane > 0 || nodes == 0) return;
     ptx::BarrierExpect(query, 2 * kTileBytes);
-    ptx::LoadTile(shared, &q_map, query, 0, b.group_begin + run.group, place.token, place.batch);
-    ptx::LoadTile(shared + kTileBytes, &q_map, query, 64, b.group_begin + run.group, place.token,
-                  place.batch);
+    for (int i = 0; i < 2; ++i) {
+      ptx::LoadTile(shared + i * kTileBytes, &q_map, query, key + 64 * i, b.group_begin + run.group,
+                    place.token, place.batch);
+    }
     int iteration = 0;
     for (int tile = 0; tile < tiles; ++tile) {
       const int head = run.first_head + tile / p.value_tiles, value_tile = tile % p.value_tiles;
@@ -143,8 +146,8 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
           ptx::BarrierWait(empty + 8 * stage, ((iteration / Shape::kNodeStages) & 1) ^ 1);
         }
         ptx::BarrierExpect(full + 8 * stage, kTileBytes);
-        const std::size_t node =
-            (head * chunks + place.first_chunk + end) * p.value_tiles + value_tile;
+        const std::size_t node = (head * chunks + place.first_chunk + end) * b.state_tiles +
+                                 value_tile * b.key_blocks + key_block;
         ptx::LoadBytes(shared + Shape::kNodes + stage * kTileBytes,
                        static_cast<const char*>(p.node_states) + node * kTileBytes, kTileBytes,
                        full + 8 * stage);
@@ -161,8 +164,8 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
 #pragma unroll
   for (int n = 0; n < 32; ++n) dq0[n] = dq1[n] = 0;
   if (!run.begins) {
-    LoadPartial(b, run, b.node_dq, dq0, t0, 2 * pair);
-    LoadPartial(b, run, b.node_dq, dq1, t0, 64 + 2 * pair);
+    LoadPartial(b, run, b.node_dq, dq0, t0, key + 2 * pair);
+    LoadPartial(b, run, b.node_dq, dq1, t0, key + 64 + 2 * pair);
   }
   if (nodes > 0) {
     std::uint32_t q[8][4], d_o[4][4];
@@ -179,8 +182,8 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
     int stage = 0, parity = 0, slot = 0, head_parity = 0, tile = 0, i = 0;
     std::uint32_t head = shared + Shape::kHeads, gap = shared + Shape::kGaps;
     float a0, a1, reads0 = 0, reads1 = 0;
-    // Of the current head and value tile.
-    std::size_t unit = (run.first_head * chunks + run.chunk) * p.value_tiles;
+    // Of the current head and state tile.
+    std::size_t unit = (run.first_head * chunks + run.chunk) * b.state_tiles + key_block;
     const auto load_head = [&] {
       ptx::BarrierWait(head_full + 8 * slot, head_parity);
 #pragma unroll
@@ -224,9 +227,9 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
         if (slot == Shape::kHeadStages) slot = 0, head_parity ^= 1, head = shared + Shape::kHeads;
         if (tile % p.value_tiles == 0) {
           gap += kMaxNodes * 4;
-          unit += (chunks - 1) * p.value_tiles;
+          unit += (chunks - 1) * b.state_tiles;
         }
-        ++unit;
+        unit += b.key_blocks;
         if (tile < tiles) load_head();
       }
       if (k + 1 < total) ptx::BarrierWait(full + 8 * stage, parity);
@@ -255,13 +258,13 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
   } else {
     for (int tile = 0; tile < tiles; ++tile) {
       const std::size_t unit =
-          ((run.first_head + tile / p.value_tiles) * chunks + run.chunk) * p.value_tiles +
-          tile % p.value_tiles;
+          ((run.first_head + tile / p.value_tiles) * chunks + run.chunk) * b.state_tiles +
+          tile % p.value_tiles * b.key_blocks + key_block;
       if (pair < 2) b.node_reads[unit * kChunk + t0 + 8 * pair] = 0;
     }
   }
-  StorePartial(b, run, b.node_dq, dq0, t0, 2 * pair);
-  StorePartial(b, run, b.node_dq, dq1, t0, 64 + 2 * pair);
+  StorePartial(b, run, b.node_dq, dq0, t0, key + 2 * pair);
+  StorePartial(b, run, b.node_dq, dq1, t0, key + 64 + 2 * pair);
 }
 
 }  // namespace fenwick::cuda::hopper

@@ -54,12 +54,12 @@ struct BackwardWorkspace {
   ForwardWorkspace forward;
   std::size_t segment_reads = 0, segment_grads = 0, segment_flow = 0, chunk_grads = 0;
   std::size_t scale_grads = 0, node_reads = 0, local_flow = 0, flow_change = 0, chunk_flow = 0;
-  std::size_t node_dq = 0, local_dq = 0, local_dk = 0, unfinished = 0;
+  std::size_t node_dq = 0, local_dq = 0, local_dk = 0, unfinished = 0, value_shares = 0;
   std::size_t bytes = 0;
 };
 
 struct BackwardPlan {
-  ForwardPlan forward;  // with K padded to 128, and the backward's heads_per_pass
+  ForwardPlan forward;  // with K padded to 128 or 256, and the backward's heads_per_pass
   RunRule node_runs, local_runs;
   int shortest = 0, longest = 0;  // chunks of a sequence
   int MostLocalRuns(int heads_in_group) const { return local_runs.Runs(shortest, heads_in_group); }

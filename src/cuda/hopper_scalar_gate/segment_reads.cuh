@@ -6,6 +6,8 @@
 
 #include <cuda.h>
 
+#include <type_traits>
+
 #include "cuda/hopper_scalar_gate/backward_params.h"
 #include "cuda/hopper_scalar_gate/layout.cuh"
 #include "cuda/ptx/copy.cuh"
@@ -30,7 +32,8 @@ struct SegmentReadsShape {
   static constexpr int kThreads = 3 * kWarpgroup;
 };
 
-// Value tile `index` of a q/k group: its head within the pass, its tile, and whether it exists.
+// Value tile `index` of a q/k group: its head within the pass, its tile, and whether it exists. The
+// two of a block read the same key block of q.
 struct TileOfGroup {
   int head, value_tile;
   bool exists;
@@ -45,9 +48,9 @@ __device__ __forceinline__ TileOfGroup PlaceOfTile(const ForwardParams& p, int g
 // The sums of one warpgroup, over the chunks of the segment: kNodes nodes of one value tile.
 template <typename Element, int kNodes>
 __device__ __forceinline__ void SumReads(const BackwardParams& b, const SegmentPlace& place,
-                                         const TileOfGroup& at, int segment, int part, int count,
-                                         std::uint32_t full, std::uint32_t empty,
-                                         std::uint32_t shared) {
+                                         const TileOfGroup& at, int key_block, int segment,
+                                         int part, int count, std::uint32_t full,
+                                         std::uint32_t empty, std::uint32_t shared) {
   using Shape = SegmentReadsShape;
   const ForwardParams& p = b.forward;
   const int first = place.index << place.log_segment;
@@ -118,8 +121,8 @@ __device__ __forceinline__ void SumReads(const BackwardParams& b, const SegmentP
   }
   if (!at.exists) return;
   const std::size_t unit =
-      (static_cast<std::size_t>(at.head) * p.layout.num_segments + segment) * p.value_tiles +
-      at.value_tile;
+      (static_cast<std::size_t>(at.head) * p.layout.num_segments + segment) * b.state_tiles +
+      at.value_tile * b.key_blocks + key_block;
   float* out = b.segment_reads +
                (unit * p.layout.segment_levels + Shape::kNodes * part) * kStateElements +
                (lane >> 2);
@@ -138,7 +141,7 @@ __device__ __forceinline__ void SumReads(const BackwardParams& b, const SegmentP
   }
 }
 
-// Grid x: parts x pairs of value tiles x q/k groups of the pass x segments.
+// Grid x: parts x key blocks x pairs of value tiles x q/k groups of the pass x segments.
 template <typename Element>
 __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
     SegmentReadsKernel(const __grid_constant__ CUtensorMap q_map,
@@ -162,6 +165,8 @@ __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
   const int pairs = DivideUp(heads_in_group * p.value_tiles, 2);
   const int groups = p.num_heads / heads_in_group;
   int rest = blockIdx.x;
+  const int key_block = rest % b.key_blocks;
+  rest /= b.key_blocks;
   const int pair = rest % pairs;
   rest /= pairs;
   const int group = rest % groups;
@@ -190,8 +195,9 @@ __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
       const bool second = PlaceOfTile(p, group, 2 * pair + 1).exists;
       const int row_bytes = nodes * kChunk * 2;
       ptx::BarrierExpect(bar, 2 * kTileBytes + (second ? 2 : 1) * (kTileBytes + row_bytes));
-      ptx::LoadTile(tile, &q_map, bar, 0, q_group, token, place.batch);
-      ptx::LoadTile(tile + kTileBytes, &q_map, bar, 64, q_group, token, place.batch);
+      ptx::LoadTile(tile, &q_map, bar, key_block * kKeyBlock, q_group, token, place.batch);
+      ptx::LoadTile(tile + kTileBytes, &q_map, bar, key_block * kKeyBlock + 64, q_group, token,
+                    place.batch);
       for (int k = 0; k < (second ? 2 : 1); ++k) {
         const TileOfGroup at = PlaceOfTile(p, group, 2 * pair + k);
         ptx::LoadTile(tile + (2 + k) * kTileBytes, &do_map, bar, at.value_tile * kValueTile,
@@ -208,10 +214,14 @@ __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
 
   ptx::RaiseRegisters<240>();
   const TileOfGroup at = PlaceOfTile(p, group, 2 * pair + warp_in_block / 4);
+  const auto sum_reads = [&](auto kNodes) {
+    SumReads<Element, kNodes.value>(b, place, at, key_block, segment, part, count, full, empty,
+                                    shared);
+  };
   switch (nodes) {
-    case 1: return SumReads<Element, 1>(b, place, at, segment, part, count, full, empty, shared);
-    case 2: return SumReads<Element, 2>(b, place, at, segment, part, count, full, empty, shared);
-    case 3: return SumReads<Element, 3>(b, place, at, segment, part, count, full, empty, shared);
+    case 1: return sum_reads(std::integral_constant<int, 1>());
+    case 2: return sum_reads(std::integral_constant<int, 2>());
+    case 3: return sum_reads(std::integral_constant<int, 3>());
   }
 }
 

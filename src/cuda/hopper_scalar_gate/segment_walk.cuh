@@ -28,7 +28,7 @@ __device__ __forceinline__ float Dot(float4 a, float4 b) {
   return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
 }
 
-// kLevels: levels that the tree over segments may have. Grid x: (K * 64 / 4 / threads) x value
+// kLevels: levels that the tree over segments may have. Grid x: (128 * 64 / 4 / threads) x state
 // tiles x heads x sequences.
 template <typename Element, int kLevels>
 __global__ void __launch_bounds__(kWalkThreads)
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kWalkThreads)
   constexpr int kBlocks = kStateElements / 4 / kWalkThreads;
   const int block = blockIdx.x % kBlocks;
   int rest = blockIdx.x / kBlocks;
-  const int value_tile = rest % p.value_tiles;
-  rest /= p.value_tiles;
+  const int state_tile = rest % b.state_tiles;
+  rest /= b.state_tiles;
   const int head = rest % p.num_heads, n = rest / p.num_heads;
   const SegmentPlace place = PlaceOfSequence(p.layout, n);
   if (place.num_segments < 2) return;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kWalkThreads)
   }
 #pragma unroll 1
   for (int s = place.num_segments - 1; s >= 0; --s) {
-    const std::size_t unit = (first_segment + s) * p.value_tiles + value_tile;
+    const std::size_t unit = (first_segment + s) * b.state_tiles + state_tile;
     // The last segment's decay is not known and never crossed.
     const float total = s + 1 < place.num_segments ? p.segment_decay[first_segment + s] : 0.f;
     const float* from = b.segment_reads + unit * p.layout.segment_levels * kStateElements + element;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kWalkThreads)
           const std::size_t slot =
               first_chunk + (static_cast<std::size_t>(s >> l << l) << place.log_segment);
           const uint2 x4 =
-              states[((slot * p.value_tiles + value_tile) * kStateElements + element) / 4];
+              states[((slot * b.state_tiles + state_tile) * kStateElements + element) / 4];
           state[l] = make_float4(Element::Low(x4.x), Element::High(x4.x), Element::Low(x4.y),
                                  Element::High(x4.y));
           decay[l] = p.node_decay[slot];
