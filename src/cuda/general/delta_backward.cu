@@ -1,8 +1,7 @@
 // Gated delta rule, backward: the phases of a call. Everything of the forward is recomputed; all
 // runs once for each pass of heads.
-#include <algorithm>
-
 #include "cuda/general/delta_backward.cuh"
+#include "cuda/general/passes.h"
 #include "cuda/launch.h"
 
 namespace fenwick::cuda::general {
@@ -16,45 +15,34 @@ struct Buffers {
 };
 
 template <typename T>
-Buffers<T> TakeBuffers(Arena& arena, const Plan& plan, std::int64_t heads, bool final) {
-  const std::int64_t items = plan.total_chunks * heads, square = kChunk * kChunk;
-  Buffers<T> buffers;
-  buffers.states = TakeDeltaStates<T>(arena, plan, heads);
-  DeltaGradients<T>& gradients = buffers.gradients;
-  gradients.grads = arena.Take<T>(items * plan.K * plan.V);
-  gradients.phi = TakePyramid<T>(arena, plan, heads);
-  if (plan.node_bits > kDeltaRunShift + 1) {
-    gradients.partial =
-        arena.Take<T>(NumRuns(plan.total_chunks, static_cast<int>(plan.N), kDeltaRunShift) * heads *
-                      plan.K * (plan.V + plan.K));
-  }
-  gradients.query = arena.Take<T>(items * 2 * kChunk * plan.K);
-  if (final) {
-    buffers.final_chain = TakeFinalChain<T>(arena, plan, heads);
-    gradients.final_query = arena.Take<T>(plan.N * heads * 2 * plan.K * plan.K);
-  }
-  gradients.d_mix = arena.Take<T>(items * square);
-  gradients.d_solve = arena.Take<T>(items * square);
-  gradients.dw = arena.Take<T>(items * kChunk * plan.K);
-  gradients.du = arena.Take<T>(items * kChunk * plan.V);
-  gradients.row_flow = arena.Take<T>(items * kChunk);
-  gradients.d_beta = arena.Take<T>(items * kChunk);
-  gradients.start_flow = arena.Take<T>(items * Tiles(plan.K) * kChunk);
-  gradients.end_flow = arena.Take<T>(items * Tiles(plan.K) * kChunk);
-  return buffers;
-}
-
-template <typename T>
-std::size_t PassBytes(const Plan& plan, std::int64_t groups, bool final) {
-  Arena arena;
-  TakeBuffers<T>(arena, plan, groups * plan.heads_per_group(), final);
-  return arena.used();
-}
-
-template <typename T>
-std::int64_t PassGroups(const Plan& plan, bool final) {
-  return GroupsPerPass(plan,
-                       [&](std::int64_t groups) { return PassBytes<T>(plan, groups, final); });
+auto TakeBuffers(bool final) {
+  return [final](Arena& arena, const Plan& plan, std::int64_t heads) {
+    const std::int64_t items = plan.total_chunks * heads, square = kChunk * kChunk;
+    Buffers<T> buffers;
+    buffers.states = TakeDeltaStates<T>(arena, plan, heads);
+    DeltaGradients<T>& gradients = buffers.gradients;
+    gradients.grads = arena.Take<T>(items * plan.K * plan.V);
+    gradients.phi = TakePyramid<T>(arena, plan, heads);
+    if (plan.node_bits > kDeltaRunShift + 1) {
+      gradients.partial =
+          arena.Take<T>(NumRuns(plan.total_chunks, static_cast<int>(plan.N), kDeltaRunShift) *
+                        heads * plan.K * (plan.V + plan.K));
+    }
+    gradients.query = arena.Take<T>(items * 2 * kChunk * plan.K);
+    if (final) {
+      buffers.final_chain = TakeFinalChain<T>(arena, plan, heads);
+      gradients.final_query = arena.Take<T>(plan.N * heads * 2 * plan.K * plan.K);
+    }
+    gradients.d_mix = arena.Take<T>(items * square);
+    gradients.d_solve = arena.Take<T>(items * square);
+    gradients.dw = arena.Take<T>(items * kChunk * plan.K);
+    gradients.du = arena.Take<T>(items * kChunk * plan.V);
+    gradients.row_flow = arena.Take<T>(items * kChunk);
+    gradients.d_beta = arena.Take<T>(items * kChunk);
+    gradients.start_flow = arena.Take<T>(items * Tiles(plan.K) * kChunk);
+    gradients.end_flow = arena.Take<T>(items * Tiles(plan.K) * kChunk);
+    return buffers;
+  };
 }
 
 bool WantsNodes(const StateGradView& d_final_state) {
@@ -65,25 +53,18 @@ bool WantsNodes(const StateGradView& d_final_state) {
 
 template <typename Math>
 std::size_t DeltaBackwardBytes(const Inputs& inputs, const StateGradView& d_final_state) {
-  using T = typename Math::Scalar;
-  const Plan plan = MakePlan(inputs);
-  const bool final = WantsNodes(d_final_state);
-  Arena arena;
-  TakeTables(arena, plan);
-  return arena.used() + PassBytes<T>(plan, PassGroups<T>(plan, final), final);
+  return CallBytes(inputs, TakeBuffers<typename Math::Scalar>(WantsNodes(d_final_state)));
 }
 
 template <typename Math>
 void DeltaBackward(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
                    const Gradients& gradients, const Context& context) {
   using T = typename Math::Scalar;
-  const Plan plan = MakePlan(inputs);
-  const auto stream = static_cast<cudaStream_t>(context.stream);
   const bool final = WantsNodes(d_final_state);
-  Arena arena(context.workspace);
-  const Tables tables = TakeTables(arena, plan);
-  UploadTables(plan, tables, stream);
-  Problem problem = MakeProblem(inputs, plan, tables);
+  Call call(inputs, context);
+  const Plan& plan = call.plan;
+  const Problem& problem = call.problem;
+  const cudaStream_t stream = call.stream;
 
   const StateGradView& initial = gradients.initial_state;
   const DeltaOutputs out{
@@ -101,11 +82,7 @@ void DeltaBackward(const Inputs& inputs, const TensorView& d_o, const StateGradV
   TokenRows d_output;
   d_output.call = MakeRows(d_o);
 
-  const std::int64_t groups = PassGroups<T>(plan, final);
-  for (std::int64_t begin = 0; begin < plan.G; begin += groups) {
-    SetPass(problem, begin, std::min(groups, plan.G - begin));
-    Arena pass = arena;
-    Buffers<T> buffers = TakeBuffers<T>(pass, plan, problem.heads, final);
+  call.ForEachPass(TakeBuffers<T>(final), [&](Buffers<T> buffers) {
     buffers.gradients.initial = initial_nodes;
     ComputeDeltaChunks<Math>(problem, plan, buffers.states, stream);
     ComputeDeltaTree<Math>(problem, plan, buffers.states, stream);
@@ -116,7 +93,7 @@ void DeltaBackward(const Inputs& inputs, const TensorView& d_o, const StateGradV
                                     buffers.gradients, d_output, d_final_state.nodes, stream);
     ComputeDeltaChunkGradients<Math>(problem, plan, buffers.states, buffers.gradients, d_output,
                                      out, stream);
-  }
+  });
 }
 
 #define FENWICK_INSTANTIATE(Math)                                                           \

@@ -5,14 +5,12 @@
 namespace fenwick::cuda::general {
 namespace {
 
-constexpr int kMaxLevels = 40;  // of a sequence of 2^39 tokens
-
 template <typename T>
 struct LevelMemory {
   TileMemory<T> tiles;
   TileMatrix<T> pairs;  // [t][s]
   ChunkLevels<T> levels;
-  T d_levels[kChunk][kMaxLevels];
+  ChunkLevelGradients<T> d_levels;
   T dots[kChunk];
 };
 
@@ -33,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
   const int h = problem.Head(head);
   const std::int64_t item = ItemOf(problem, index.rest, head);
   T* d_mix = gradients.d_mix + item * kChunk * kChunk;
-  for (int i = row; i < kChunk * kMaxLevels; i += kThreads) (&shared.d_levels[0][0])[i] = 0;
+  shared.d_levels.Clear();
   shared.levels.Load(problem, chunk, h);
 
   const TokenSource<T> v{&problem.v, &span, chunk.first_row(), h};
@@ -50,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (row < kChunk) {
     for (int s = 0; s <= row; ++s) {
-      shared.d_levels[row][LevelOf(problem, row, s)] += shared.pairs(row, s);
+      shared.d_levels.x[row][LevelOf(problem, row, s)] += shared.pairs(row, s);
     }
   }
   if (d_levels.data == nullptr || chunk.first_query() >= chunk.rows()) return;
@@ -71,18 +69,10 @@ __global__ void __launch_bounds__(kThreads)
                            shared.dots);
         }
         __syncthreads();
-        if (row < kChunk) shared.d_levels[row][NodeLevel(problem, bit)] += shared.dots[row];
+        if (row < kChunk) shared.d_levels.x[row][NodeLevel(problem, bit)] += shared.dots[row];
       });
   __syncthreads();
-  const int queries = chunk.rows() - chunk.first_query();
-  for (std::int64_t i = threadIdx.x; i < static_cast<std::int64_t>(queries) * problem.L;
-       i += kThreads) {
-    const int t = chunk.first_query() + static_cast<int>(i / problem.L);
-    const int level = static_cast<int>(i % problem.L);
-    const std::int64_t token = span.first_token + chunk.first_row() + t - span.ring_tokens;
-    StoreElement<T>(d_levels.data, d_levels.dtype, d_levels.Offset(span.batch, token, h) + level,
-                    level < kMaxLevels ? shared.d_levels[t][level] : T(0));
-  }
+  shared.d_levels.Store(problem, chunk, h, d_levels);
 }
 
 template <typename T>

@@ -1,8 +1,7 @@
 // Gated delta rule, forward: outputs, the final state's nodes, and the phases of a call (delta.cuh
 // has the equations).
-#include <algorithm>
-
 #include "cuda/general/delta.cuh"
+#include "cuda/general/passes.h"
 #include "cuda/launch.h"
 
 namespace fenwick::cuda::general {
@@ -109,71 +108,48 @@ struct Buffers {
 };
 
 template <typename T>
-Buffers<T> TakeBuffers(Arena& arena, const Plan& plan, std::int64_t heads, bool final) {
-  Buffers<T> buffers;
-  buffers.states = TakeDeltaStates<T>(arena, plan, heads);
-  if (final) buffers.final_chain = TakeFinalChain<T>(arena, plan, heads);
-  return buffers;
-}
-
-template <typename T>
-std::size_t PassBytes(const Plan& plan, std::int64_t groups, bool final) {
-  Arena arena;
-  TakeBuffers<T>(arena, plan, groups * plan.heads_per_group(), final);
-  return arena.used();
+auto TakeBuffers(bool final) {
+  return [final](Arena& arena, const Plan& plan, std::int64_t heads) {
+    Buffers<T> buffers;
+    buffers.states = TakeDeltaStates<T>(arena, plan, heads);
+    if (final) buffers.final_chain = TakeFinalChain<T>(arena, plan, heads);
+    return buffers;
+  };
 }
 
 bool WantsNodes(const StateView& final_state) {
   return final_state.given() && final_state.nodes.size(2) > 0;
 }
 
-template <typename T>
-std::int64_t PassGroups(const Plan& plan, bool final) {
-  return GroupsPerPass(plan,
-                       [&](std::int64_t groups) { return PassBytes<T>(plan, groups, final); });
-}
-
 }  // namespace
 
 template <typename Math>
 std::size_t DeltaForwardBytes(const Inputs& inputs, const StateView& final_state) {
-  using T = typename Math::Scalar;
-  const Plan plan = MakePlan(inputs);
-  const bool final = WantsNodes(final_state);
-  Arena arena;
-  TakeTables(arena, plan);
-  return arena.used() + PassBytes<T>(plan, PassGroups<T>(plan, final), final);
+  return CallBytes(inputs, TakeBuffers<typename Math::Scalar>(WantsNodes(final_state)));
 }
 
 template <typename Math>
 void DeltaForward(const Inputs& inputs, const TensorView& o, const StateView& final_state,
                   const Context& context) {
   using T = typename Math::Scalar;
-  const Plan plan = MakePlan(inputs);
-  const auto stream = static_cast<cudaStream_t>(context.stream);
   const bool final = WantsNodes(final_state);
-  Arena arena(context.workspace);
-  const Tables tables = TakeTables(arena, plan);
-  UploadTables(plan, tables, stream);
-  Problem problem = MakeProblem(inputs, plan, tables);
-  const std::int64_t groups = PassGroups<T>(plan, final);
-  for (std::int64_t begin = 0; begin < plan.G; begin += groups) {
-    SetPass(problem, begin, std::min(groups, plan.G - begin));
-    Arena pass = arena;
-    const Buffers<T> buffers = TakeBuffers<T>(pass, plan, problem.heads, final);
-    ComputeDeltaChunks<Math>(problem, plan, buffers.states, stream);
-    ComputeDeltaTree<Math>(problem, plan, buffers.states, stream);
+  Call call(inputs, context);
+  const Plan& plan = call.plan;
+  const Problem& problem = call.problem;
+  call.ForEachPass(TakeBuffers<T>(final), [&](const Buffers<T>& buffers) {
+    ComputeDeltaChunks<Math>(problem, plan, buffers.states, call.stream);
+    ComputeDeltaTree<Math>(problem, plan, buffers.states, call.stream);
     Launch("output", Output<Math>, plan.total_chunks * problem.heads * Tiles(plan.V), kThreads,
-           sizeof(OutputMemory<T>), stream, problem, buffers.states, MakeRows(o));
-    if (!final) continue;
+           sizeof(OutputMemory<T>), call.stream, problem, buffers.states, MakeRows(o));
+    if (!final) return;
     const int slots = static_cast<int>(final_state.nodes.size(2));
-    ComputeFinalChain<Math>(problem, plan, buffers.states, buffers.final_chain, stream);
+    ComputeFinalChain<Math>(problem, plan, buffers.states, buffers.final_chain, call.stream);
     Launch("final nodes", FinalNodes<Math>,
            plan.N * problem.heads * slots * Tiles(plan.K) * Tiles(plan.V), kThreads,
-           sizeof(TileMemory<T>), stream, problem, buffers.states, buffers.final_chain,
+           sizeof(TileMemory<T>), call.stream, problem, buffers.states, buffers.final_chain,
            static_cast<T*>(final_state.nodes.data), slots);
-  }
-  if (final_state.given()) WriteFinalRing(problem, final_state, stream);
+  });
+  if (final_state.given()) WriteFinalRing(problem, final_state, call.stream);
 }
 
 #define FENWICK_INSTANTIATE(Math)                                                      \

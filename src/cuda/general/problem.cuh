@@ -148,4 +148,28 @@ struct ChunkLevels {
   __device__ T At(int t, int s) const { return x[t][Level(t, s)]; }
 };
 
+// Gradients of level_scales of a chunk's queries.
+template <typename T>
+struct ChunkLevelGradients {
+  static constexpr int kLevels = 40;  // of a sequence of 2^39 tokens
+  T x[kChunk][kLevels];
+
+  __device__ void Clear() {
+    for (int i = threadIdx.x; i < kChunk * kLevels; i += blockDim.x) (&x[0][0])[i] = 0;
+  }
+  __device__ void Store(const Problem& problem, const ChunkAt& chunk, int head,
+                        const Rows& to) const {
+    const Span& span = chunk.span;
+    const int queries = chunk.rows() - chunk.first_query();
+    for (std::int64_t i = threadIdx.x; i < static_cast<std::int64_t>(queries) * problem.L;
+         i += blockDim.x) {
+      const int t = chunk.first_query() + static_cast<int>(i / problem.L);
+      const int level = static_cast<int>(i % problem.L);
+      const std::int64_t token = span.first_token + chunk.first_row() + t - span.ring_tokens;
+      StoreElement<T>(to.data, to.dtype, to.Offset(span.batch, token, head) + level,
+                      level < kLevels ? x[t][level] : T(0));
+    }
+  }
+};
+
 }  // namespace fenwick::cuda::general

@@ -1,7 +1,6 @@
 // Scalar gate, backward: the phases of a call. States are recomputed, then everything runs once for
 // each pass of heads.
-#include <algorithm>
-
+#include "cuda/general/passes.h"
 #include "cuda/general/scalar_backward.cuh"
 #include "cuda/launch.h"
 
@@ -35,39 +34,21 @@ Buffers<T> TakeBuffers(Arena& arena, const Plan& plan, std::int64_t heads) {
   return buffers;
 }
 
-template <typename T>
-std::size_t PassBytes(const Plan& plan, std::int64_t groups) {
-  Arena arena;
-  TakeBuffers<T>(arena, plan, groups * plan.heads_per_group());
-  return arena.used();
-}
-
-template <typename T>
-std::int64_t PassGroups(const Plan& plan) {
-  return GroupsPerPass(plan, [&](std::int64_t groups) { return PassBytes<T>(plan, groups); });
-}
-
 }  // namespace
 
 template <typename Math>
 std::size_t ScalarBackwardBytes(const Inputs& inputs) {
-  using T = typename Math::Scalar;
-  const Plan plan = MakePlan(inputs);
-  Arena arena;
-  TakeTables(arena, plan);
-  return arena.used() + PassBytes<T>(plan, PassGroups<T>(plan));
+  return CallBytes(inputs, TakeBuffers<typename Math::Scalar>);
 }
 
 template <typename Math>
 void ScalarBackward(const Inputs& inputs, const TensorView& d_o, const StateGradView& d_final_state,
                     const Gradients& gradients, const Context& context) {
   using T = typename Math::Scalar;
-  const Plan plan = MakePlan(inputs);
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  Arena arena(context.workspace);
-  const Tables tables = TakeTables(arena, plan);
-  UploadTables(plan, tables, stream);
-  Problem problem = MakeProblem(inputs, plan, tables);
+  Call call(inputs, context);
+  const Plan& plan = call.plan;
+  const Problem& problem = call.problem;
+  const cudaStream_t stream = call.stream;
 
   const StateGradView& initial = gradients.initial_state;
   const ScalarOutputs out{.q = MakeGradients(gradients.q, {}, {}, stream),
@@ -83,18 +64,14 @@ void ScalarBackward(const Inputs& inputs, const TensorView& d_o, const StateGrad
   TokenRows d_output;
   d_output.call = MakeRows(d_o);
 
-  const std::int64_t groups = PassGroups<T>(plan);
-  for (std::int64_t begin = 0; begin < plan.G; begin += groups) {
-    SetPass(problem, begin, std::min(groups, plan.G - begin));
-    Arena pass = arena;
-    Buffers<T> buffers = TakeBuffers<T>(pass, plan, problem.heads);
+  call.ForEachPass(TakeBuffers<T>, [&](Buffers<T> buffers) {
     buffers.gradients.initial = initial_nodes;
     ComputeScalarStates<Math>(problem, plan, buffers.states, stream);
     ComputeScalarStateGradients<Math>(problem, plan, buffers.states, buffers.gradients, d_output,
                                       d_final_state.nodes, stream);
     ComputeScalarChunkGradients<Math>(problem, plan, buffers.states, buffers.gradients, d_output,
                                       out, stream);
-  }
+  });
 }
 
 #define FENWICK_INSTANTIATE(Math)                                                            \

@@ -5,15 +5,13 @@
 namespace fenwick::cuda::general {
 namespace {
 
-constexpr int kMaxLevels = 40;  // of a sequence of 2^39 tokens
-
 template <typename T>
 struct QueryMemory {
   TileMemory<T> tiles;
   TileMatrix<T> pairs;  // [t][s]
   double sums[kChunk];
   ChunkLevels<T> levels;
-  T d_levels[kChunk][kMaxLevels];
+  ChunkLevelGradients<T> d_levels;
   T dots[kChunk];   // of a row with a node's read
   T reads[kChunk];  // flow of each row's reads
   T warp_flow[2];
@@ -43,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
 
-  for (int i = row; i < kChunk * kMaxLevels; i += kThreads) (&shared.d_levels[0][0])[i] = 0;
+  shared.d_levels.Clear();
   for (int bit = row; bit < gradients.node_bits; bit += kThreads) gradients.ReadFlow(item, bit) = 0;
   if (row < kChunk) shared.reads[row] = 0;
   shared.levels.Load(problem, chunk, h);
@@ -70,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
       const T pair = shared.pairs(row, s);
       shared.pairs(row, s) = s <= row ? before : T(0);
       if (s > row) continue;
-      shared.d_levels[row][LevelOf(problem, row, s)] += pair;
+      shared.d_levels.x[row][LevelOf(problem, row, s)] += pair;
       before += pair * shared.levels.At(row, s);
     }
   }
@@ -98,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
                 T flow = 0;
                 if (row < kChunk) {
                   const T gradient = scale * Exp<T>(gap + shared.sums[row]) * shared.dots[row];
-                  shared.d_levels[row][level] += gradient;
+                  shared.d_levels.x[row][level] += gradient;
                   flow = gradient * LoadToken<T>(problem.level_scales, span,
                                                  chunk.first_row() + row, h, level);
                   shared.reads[row] += flow;
@@ -118,15 +116,7 @@ __global__ void __launch_bounds__(kThreads)
     gradients.row_flow[item * kChunk + row] = over;
   }
   if (d_levels.data == nullptr) return;
-  const int queries = chunk.rows() - chunk.first_query();
-  for (std::int64_t i = threadIdx.x; i < static_cast<std::int64_t>(queries) * problem.L;
-       i += kThreads) {
-    const int t = chunk.first_query() + static_cast<int>(i / problem.L);
-    const int level = static_cast<int>(i % problem.L);
-    const std::int64_t token = span.first_token + chunk.first_row() + t - span.ring_tokens;
-    StoreElement<T>(d_levels.data, d_levels.dtype, d_levels.Offset(span.batch, token, h) + level,
-                    level < kMaxLevels ? shared.d_levels[t][level] : T(0));
-  }
+  shared.d_levels.Store(problem, chunk, h, d_levels);
 }
 
 template <typename T>

@@ -3,9 +3,8 @@
 //
 //   o[t] = sum_{s <= t in the chunk} level_scales[t, level(t, s)] exp(a[t] - a[s]) (q[t] k[s]) v[s]
 //        + sum_{nodes e read} level_scales[t, level of e] exp(a[t] + gap_e) S_e^T q[t]
-#include <algorithm>
-
 #include "cuda/general/entries.h"
+#include "cuda/general/passes.h"
 #include "cuda/general/scalar.cuh"
 #include "cuda/launch.h"
 
@@ -98,53 +97,32 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t i = threadIdx.x; i < problem.state_size(); i += kThreads) to[i] = 0;
 }
 
-template <typename T>
-std::size_t PassBytes(const Plan& plan, std::int64_t groups) {
-  Arena arena;
-  TakeScalarStates<T>(arena, plan, groups * plan.heads_per_group());
-  return arena.used();
-}
-
 }  // namespace
 
 template <typename Math>
 std::size_t ScalarForwardBytes(const Inputs& inputs) {
-  using T = typename Math::Scalar;
-  const Plan plan = MakePlan(inputs);
-  Arena arena;
-  TakeTables(arena, plan);
-  return arena.used() + PassBytes<T>(plan, GroupsPerPass(plan, [&](std::int64_t groups) {
-                                       return PassBytes<T>(plan, groups);
-                                     }));
+  return CallBytes(inputs, TakeScalarStates<typename Math::Scalar>);
 }
 
 template <typename Math>
 void ScalarForward(const Inputs& inputs, const TensorView& o, const StateView& final_state,
                    const Context& context) {
   using T = typename Math::Scalar;
-  const Plan plan = MakePlan(inputs);
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  Arena arena(context.workspace);
-  const Tables tables = TakeTables(arena, plan);
-  UploadTables(plan, tables, stream);
-  Problem problem = MakeProblem(inputs, plan, tables);
-  const std::int64_t groups =
-      GroupsPerPass(plan, [&](std::int64_t g) { return PassBytes<T>(plan, g); });
+  Call call(inputs, context);
+  const Plan& plan = call.plan;
+  const Problem& problem = call.problem;
   const std::int64_t v_tiles = (plan.V + kTile - 1) / kTile;
-  for (std::int64_t begin = 0; begin < plan.G; begin += groups) {
-    SetPass(problem, begin, std::min(groups, plan.G - begin));
-    Arena pass = arena;
-    const ScalarStates<T> buffers = TakeScalarStates<T>(pass, plan, problem.heads);
-    ComputeScalarStates<Math>(problem, plan, buffers, stream);
+  call.ForEachPass(TakeScalarStates<T>, [&](const ScalarStates<T>& buffers) {
+    ComputeScalarStates<Math>(problem, plan, buffers, call.stream);
     Launch("output", Output<Math>, plan.total_chunks * problem.heads * v_tiles, kThreads,
-           sizeof(OutputMemory<T>), stream, problem, buffers, MakeRows(o));
+           sizeof(OutputMemory<T>), call.stream, problem, buffers, MakeRows(o));
     if (final_state.given() && final_state.nodes.size(2) > 0) {
       const int slots = static_cast<int>(final_state.nodes.size(2));
-      Launch("final nodes", FinalNodes<T>, plan.N * problem.heads * slots, kThreads, 0, stream,
+      Launch("final nodes", FinalNodes<T>, plan.N * problem.heads * slots, kThreads, 0, call.stream,
              problem, buffers, static_cast<T*>(final_state.nodes.data), slots);
     }
-  }
-  if (final_state.given()) WriteFinalRing(problem, final_state, stream);
+  });
+  if (final_state.given()) WriteFinalRing(problem, final_state, call.stream);
 }
 
 #define FENWICK_INSTANTIATE(Math)                                                       \
