@@ -214,10 +214,7 @@ class DeltaBackwardPass {
       if (work.has_incoming) {
         first ? WriteTransition(c, transition) : ApplyTransition(c, K, transition, ld_k);
       }
-      if (work.node != nullptr) {
-        ApplyTransition(c, V, work.node, ld_v);
-        AddNewState(c, /*accumulate=*/true, work.node);
-      }
+      if (work.node != nullptr) AdvanceState(c, work.node);
     }
   }
 

@@ -320,6 +320,30 @@ void AddNewState(const DeltaChunk<T>& c, bool accumulate, T* s) {
                          Epilogue<T>{.beta = accumulate ? T{1} : T{0}});
 }
 
+// edits [64, V] (ld_v) = U - W S: what the chunk writes with K~ into a state s [K, V] before it.
+template <typename T>
+void WriteEdits(const DeltaChunk<T>& c, const T* s, T* edits) {
+  for (int64_t i = 0; i < c.n; ++i) std::copy_n(c.u() + i * c.ld_kv, c.V, edits + i * c.ld_v);
+  MatMul<Op::kNone>(c.n, c.V, c.K, c.minus_w(), c.ld_kv, s, c.ld_v, edits, c.ld_v,
+                    Epilogue<T>{.beta = 1});
+}
+
+// s [K, V] <- M S + K~^T U = total S + K~^T (U - W S), with one product less than the transition
+// and the new state apart. edits, if given, as above.
+template <typename T>
+void AdvanceState(const DeltaChunk<T>& c, T* s, T* edits = nullptr) {
+  const bool tokenwise = c.K <= kTokenwiseKeys;
+  Scratch scratch;
+  if (edits == nullptr && !tokenwise) edits = scratch.New<T>(c.n * c.ld_v);
+  if (edits != nullptr) WriteEdits(c, s, edits);
+  if (tokenwise) {
+    ApplyTokens(c, /*transposed=*/false, c.V, s, c.ld_v);
+    return AddNewState(c, /*accumulate=*/true, s);
+  }
+  MatMul<Op::kTranspose>(c.K, c.V, c.n, c.k_end, c.ld_k, edits, c.ld_v, s, c.ld_v,
+                         Epilogue<T>{.beta = c.total});
+}
+
 // NOLINTNEXTLINE(google-readability-namespace-comments)
 }  // namespace HWY_NAMESPACE
 }  // namespace fenwick::cpu

@@ -1,15 +1,18 @@
 // The derivative of one chunk of the gated delta rule; names and equations are those of
 // chunk-inl.h. x' is the gradient of x.
 //
-// For each carried state, with its gradient S' at the chunk's end (CarryAdjoint, ReadAdjoint):
+// For each carried state, with its gradient S' at the chunk's end (CarryAdjoint, ReadAdjoint);
+// those that merge when the chunk ends share S', and are carried as one, their sum:
 //
 //   (-W)' += (K~ S') S^T    K~' += (-W S) S'^T    total' += <S', S>
 //   Q~'   += diag(lambda_l) dO S^T                lambda_l' = rowsum(Q~ * dO S^T)
 //   S' at its start = total S' + (-W)^T K~ S' + Q~^T diag(lambda_l) dO
 //
-// Then, once for a chunk (FinishChunk), with N' the gradient of the new state K~^T U:
+// The new state K~^T U merges with them, so it shares S' too (AdvanceAdjoint): U' = K~ S' is
+// already there, and with U - W S for -W S the second product above is K~' of both. Then, once for
+// a chunk (FinishChunk):
 //
-//   K~' += U N'^T    U' = K~ N'    (-W)' += B^T Q~'    P = (B T) * Lambda,  P' = dO V^T
+//   (-W)' += B^T Q~'    P = (B T) * Lambda,  P' = dO V^T
 //   B' = lower((P' * Lambda) T^T + Q~' (-W)^T)
 //   T' = lower(B^T (P' * Lambda) + (-W)' (-diag(gamma) K)^T + U' V^T)
 //   A' = -strictly lower(X^T T' T^T)              (from T = (I + A)^-1 diag(beta))
@@ -69,35 +72,68 @@ struct DeltaChunkGrad {
   }
 };
 
+// What a state's end, total S + K~^T edits, gives to K~ and to the edits [64, columns] (ld_edits):
+// k_end' += edits S'^T and kds [64, columns] (ld_kds) = K~ S'. ds [K, columns] (ld) is S'.
+template <typename T>
+void EditsAdjoint(const DeltaChunk<T>& c, int64_t columns, const T* edits, int64_t ld_edits,
+                  const T* ds, int64_t ld, T* kds, int64_t ld_kds, DeltaChunkGrad<T>& grad) {
+  Scratch scratch;
+  T* dst = scratch.New<T>(columns * c.ld_k);
+  Transpose(c.K, columns, ds, ld, dst, c.ld_k);
+  MatMul<Op::kNone>(c.n, c.K, columns, edits, ld_edits, dst, c.ld_k, grad.k_end, c.ld_k,
+                    Epilogue<T>{.beta = 1});
+  MatMul<Op::kNone>(c.n, columns, c.K, c.k_end, c.ld_k, ds, ld, kds, ld_kds);
+}
+
 // A state s [K, columns] with its transpose st [columns, K] (ld_k) is carried to the chunk's end:
-// ds, the gradient there, becomes the one at the chunk's start. ws is -W s if that is known.
+// ds, the gradient there, becomes the one at the chunk's start. kds is K~ ds from EditsAdjoint.
+template <typename T>
+void TransitionAdjoint(const DeltaChunk<T>& c, int64_t columns, const T* s, const T* st,
+                       const T* kds, int64_t ld_kds, T* ds, int64_t ld, DeltaChunkGrad<T>& grad) {
+  MatMul<Op::kNone>(c.n, c.K, columns, kds, ld_kds, st, c.ld_k, grad.wu, c.ld_kv,
+                    Epilogue<T>{.beta = 1});
+  grad.total += Dot(c.K, columns, ds, ld, s, ld);
+  if (c.K <= kTokenwiseKeys) return ApplyTokens(c, /*transposed=*/true, columns, ds, ld);
+  MatMul<Op::kTranspose>(c.K, columns, c.n, c.minus_w(), c.ld_kv, kds, ld_kds, ds, ld,
+                         Epilogue<T>{.beta = c.total});
+}
+
+// A state that goes on by itself. ws is -W s if that is known.
 template <typename T>
 void CarryAdjoint(const DeltaChunk<T>& c, int64_t columns, const T* s, const T* st, const T* ws,
                   T* ds, int64_t ld, DeltaChunkGrad<T>& grad) {
   Scratch scratch;
   T* kds = scratch.New<T>(c.n * ld);
-  T* dst = scratch.New<T>(columns * c.ld_k);
   if (ws == nullptr) {
     T* product = scratch.New<T>(c.n * ld);
     MatMul<Op::kNone>(c.n, columns, c.K, c.minus_w(), c.ld_kv, s, ld, product, ld);
     ws = product;
   }
-  Transpose(c.K, columns, ds, ld, dst, c.ld_k);
-  MatMul<Op::kNone>(c.n, columns, c.K, c.k_end, c.ld_k, ds, ld, kds, ld);
-  MatMul<Op::kNone>(c.n, c.K, columns, kds, ld, st, c.ld_k, grad.wu, c.ld_kv,
-                    Epilogue<T>{.beta = 1});
-  MatMul<Op::kNone>(c.n, c.K, columns, ws, ld, dst, c.ld_k, grad.k_end, c.ld_k,
-                    Epilogue<T>{.beta = 1});
-  grad.total += Dot(c.K, columns, ds, ld, s, ld);
-  if (c.K <= kTokenwiseKeys) return ApplyTokens(c, /*transposed=*/true, columns, ds, ld);
-  MatMul<Op::kTranspose>(c.K, columns, c.n, c.minus_w(), c.ld_kv, kds, ld, ds, ld,
-                         Epilogue<T>{.beta = c.total});
+  EditsAdjoint(c, columns, ws, ld, ds, ld, kds, ld, grad);
+  TransitionAdjoint(c, columns, s, st, kds, ld, ds, ld, grad);
+}
+
+// The state that the chunk's new state merges with: s, st and ds as above, edits of AdvanceState if
+// they are known. Without such a state (s null) ds is that of the new state and stays as it is.
+template <typename T>
+void AdvanceAdjoint(const DeltaChunk<T>& c, const T* s, const T* st, const T* edits, T* ds,
+                    DeltaChunkGrad<T>& grad) {
+  T* du = grad.wu + c.kp;
+  if (s == nullptr) return EditsAdjoint(c, c.V, c.u(), c.ld_kv, ds, c.ld_v, du, c.ld_kv, grad);
+  Scratch scratch;
+  if (edits == nullptr) {
+    T* product = scratch.New<T>(c.n * c.ld_v);
+    WriteEdits(c, s, product);
+    edits = product;
+  }
+  EditsAdjoint(c, c.V, edits, c.ld_v, ds, c.ld_v, du, c.ld_kv, grad);
+  TransitionAdjoint(c, c.V, s, st, du, c.ld_kv, ds, c.ld_v, grad);
 }
 
 // The same for the identity, whose gradient at the chunk's start nobody needs; dm [K, K] (ld_k) is
 // that of M.
 template <typename T>
-void TransitionAdjoint(const DeltaChunk<T>& c, const T* dm, DeltaChunkGrad<T>& grad) {
+void IdentityAdjoint(const DeltaChunk<T>& c, const T* dm, DeltaChunkGrad<T>& grad) {
   Scratch scratch;
   T* dmt = scratch.New<T>(c.K * c.ld_k);
   Transpose(c.K, c.K, dm, c.ld_k, dmt, c.ld_k);
@@ -213,10 +249,10 @@ void MaskLower(int64_t n, T* m) {
   }
 }
 
-// The rest of a chunk, after the adjoints of its states. dn [K, V]: gradient of the new state, null
-// for none; d_o [64, V] (ld_v): null where the chunk has no queries.
+// The rest of a chunk, after the adjoints of its states. d_o [64, V] (ld_v): null where the chunk
+// has no queries.
 template <typename T>
-void FinishChunk(const DeltaChunk<T>& c, const T* dn, const T* d_o, DeltaChunkGrad<T>& grad) {
+void FinishChunk(const DeltaChunk<T>& c, const T* d_o, DeltaChunkGrad<T>& grad) {
   Scratch scratch;
   constexpr int64_t ld_c = DeltaChunk<T>::ld_c;
   const int64_t n = c.n, K = c.K, V = c.V;
@@ -226,19 +262,12 @@ void FinishChunk(const DeltaChunk<T>& c, const T* dn, const T* d_o, DeltaChunkGr
   T* vt = scratch.New<T>(V * ld_c);
   T* wt = scratch.New<T>(K * ld_c);
   T* din = scratch.New<T>(kStateChunk * c.ld_kv);
-  T* du = grad.wu + c.kp;
+  const T* du = grad.wu + c.kp;
   HWY_ALIGN T e_start[kStateChunk];
   const auto row_dot = [&](const T* a, int64_t lda, const T* b, int64_t ldb, int64_t i) {
     return static_cast<T>(Dot(1, K, a + i * lda, lda, b + i * ldb, ldb));
   };
 
-  if (dn != nullptr) {
-    T* dnt = scratch.New<T>(V * c.ld_k);
-    Transpose(K, V, dn, c.ld_v, dnt, c.ld_k);
-    MatMul<Op::kNone>(n, K, V, c.u(), c.ld_kv, dnt, c.ld_k, grad.k_end, c.ld_k,
-                      Epilogue<T>{.beta = 1});
-    MatMul<Op::kNone>(n, V, K, c.k_end, c.ld_k, dn, c.ld_v, du, c.ld_kv);
-  }
   Transpose(n, V, c.v(), c.ld_kv, vt, ld_c);
   Transpose(n, n, c.t, ld_c, tt, ld_c);
   if (d_o != nullptr) {

@@ -207,17 +207,26 @@ class DeltaForwardPass {
         }
       }
       if (chunk + 1 == sequence.end_chunk()) break;
-      local.ForEachLive(
-          [&](int, const StateNode<T>& node) { ApplyTransition(c, V, node.state, ld_v); });
       if (work.has_incoming) {
         first ? WriteTransition(c, transition) : ApplyTransition(c, K, transition, c.ld_k);
       }
-      StateNode<T> node{pool.Take()};
-      AddNewState(c, /*accumulate=*/false, node.state);
-      local.Push(chunk, call_.top, node, [&](StateNode<T>& newer, const StateNode<T>& older) {
-        ScaleAdd(K * ld_v, T{1}, newer.state, T{1}, older.state);
-        pool.Give(older.state);
+      // What merges is added up first, and carried at once.
+      const int target = local.Push(chunk, call_.top, StateNode<T>(),
+                                    [&](StateNode<T>& newer, const StateNode<T>& older) {
+                                      if (!newer.live()) {
+                                        newer = older;
+                                        return;
+                                      }
+                                      ScaleAdd(state_size(), T{1}, newer.state, T{1}, older.state);
+                                      pool.Give(older.state);
+                                    });
+      local.ForEachLive([&](int slot, const StateNode<T>& node) {
+        slot == target ? AdvanceState(c, node.state) : ApplyTransition(c, V, node.state, ld_v);
       });
+      if (StateNode<T>& node = local.slots[target]; !node.live()) {
+        node.state = pool.Take();
+        AddNewState(c, /*accumulate=*/false, node.state);
+      }
     }
     if (work.node != nullptr) {
       std::copy_n(local.slots[work.target(call_.top)].state, state_size(), work.node);

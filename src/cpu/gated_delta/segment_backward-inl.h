@@ -49,7 +49,6 @@ class SegmentAdjoint {
     DeltaChunkGrad<T> grad(scratch, c);
     const int64_t ld_k = c.ld_k, ld_v = c.ld_v;
     T* d_o = scratch.New<T>(kStateChunk * ld_v);
-    T* dn_copy = scratch.New<T>(state_size());
     T* transposed = scratch.New<T>(V * ld_k);
     T* final_node = scratch.New<T>(state_size());
     T* d_transition = nullptr;           // [K, K] P', ld_k
@@ -93,14 +92,14 @@ class SegmentAdjoint {
         LoadRows(d_o_rows, span.first, c.n, V, d_o, ld_v);
       }
       grad.Clear(c);
-      const T* dn = nullptr;  // gradient of the chunk's new state
+      const int target = carries ? MergeSlot(chunk, call_.top) : -1;  // slots up to it merge
       if (carries) {
-        const bool shared = before.slots[MergeSlot(chunk, call_.top)].live();
         PopPush(
             chunk, call_.top, before, d_local,
             [&](const StateNode<T>& node) {
-              dn = node.state;  // also when released: nothing is taken until the next chunk
-              if (shared) dn = std::copy_n(node.state, state_size(), dn_copy) - state_size();
+              const CarriedState& sum = states.merging[i];
+              if (sum.live()) Transpose(K, V, sum.state, ld_v, transposed, ld_k);
+              AdvanceAdjoint(c, sum.state, transposed, sum.edits, node.state, grad);
             },
             [&](const StateNode<T>& from, StateNode<T>& to) {
               to.state = pool.Take();
@@ -119,7 +118,9 @@ class SegmentAdjoint {
       before.ForEachLive([&](int slot, const CarriedState& node) {
         T* ds = d_local.slots[slot].state;
         Transpose(K, V, node.state, ld_v, transposed, ld_k);
-        if (carries) CarryAdjoint(c, V, node.state, transposed, node.ws, ds, ld_v, grad);
+        if (carries && slot > target) {
+          CarryAdjoint(c, V, node.state, transposed, node.edits, ds, ld_v, grad);
+        }
         if (span.has_queries()) {
           ReadAdjoint(c, ReadLevel(slot, call_.L), d_o, transposed, ds, grad);
         }
@@ -139,7 +140,7 @@ class SegmentAdjoint {
                             Epilogue<T>{.beta = 1});
         });
       }
-      FinishChunk(c, dn, span.has_queries() ? d_o : nullptr, grad);
+      FinishChunk(c, span.has_queries() ? d_o : nullptr, grad);
       StoreHead(work, span, c, grad);
       const int64_t offset = i * kStateChunk * ld_k;
       if (span.has_queries()) {
@@ -180,14 +181,16 @@ class SegmentAdjoint {
  private:
   int64_t state_size() const { return TileSize<T>(call_.K, call_.V); }
 
-  // A state as it is where a chunk begins, and its -W S if the chunk was seen to carry it.
+  // A state as it is where a chunk begins, and, if the chunk was seen to carry it, what that writes
+  // with K~: -W S, or U - W S if it merges with the new state.
   struct CarriedState {
     T* state = nullptr;
-    T* ws = nullptr;
+    T* edits = nullptr;
     bool live() const { return state != nullptr; }
   };
   struct SegmentStates {
     std::array<NodeStack<CarriedState>, kSegmentChunks> local;
+    std::array<CarriedState, kSegmentChunks> merging;     // sum of what merges at the chunk's end
     std::array<CarriedState, kSegmentChunks> transition;  // P [K, K], ld_k; [0]: none, P = I
   };
 
@@ -206,8 +209,8 @@ class SegmentAdjoint {
     const auto carry = [&](CarriedState& from, int64_t columns, int64_t ld) {
       T* to = scratch.New<T>(K * ld);
       std::copy_n(from.state, K * ld, to);
-      from.ws = scratch.New<T>(c.n * ld);
-      ApplyTransition(c, columns, to, ld, from.ws);
+      from.edits = scratch.New<T>(c.n * ld);
+      ApplyTransition(c, columns, to, ld, from.edits);
       return CarriedState{.state = to};
     };
     call_.ForEachInitialLocal(work.segment, [&](int slot) {
@@ -220,8 +223,22 @@ class SegmentAdjoint {
         states.local[0].slots[slot].state = node.state;
       });
     }
-    for (int64_t i = 0; i + 1 < (work.segment.end - work.segment.begin); ++i) {
+    const auto merge = [&](CarriedState& newer, const CarriedState& older) {
+      if (!newer.live()) {
+        newer = older;
+        return;
+      }
+      T* sum = scratch.New<T>(state_size());
+      std::copy_n(newer.state, state_size(), sum);
+      ScaleAdd(state_size(), T{1}, sum, T{1}, older.state);
+      newer.state = sum;
+    };
+    for (int64_t i = 0; i < work.segment.end - work.segment.begin; ++i) {
       const int64_t chunk = work.segment.begin + i;
+      NodeStack<CarriedState> next = states.local[i];
+      const int target = next.Push(chunk, call_.top, CarriedState(), merge);
+      CarriedState& sum = states.merging[i] = next.slots[target];
+      if (chunk + 1 == work.segment.end) break;
       LoadKeys(rows, ChunkSpan(work.sequence(), chunk), c);
       PrepareKeys(c);
       if (uses_product && i == 0) {
@@ -230,16 +247,19 @@ class SegmentAdjoint {
       } else if (uses_product) {
         states.transition[i + 1] = carry(states.transition[i], K, c.ld_k);
       }
-      NodeStack<CarriedState>& next = states.local[i + 1];
-      for (int slot = 0; slot < kMaxSlots; ++slot) {
+      for (int slot = target + 1; slot < kMaxSlots; ++slot) {
         CarriedState& node = states.local[i].slots[slot];
         if (node.live()) next.slots[slot] = carry(node, V, c.ld_v);
       }
-      CarriedState node{.state = scratch.New<T>(state_size())};
-      AddNewState(c, /*accumulate=*/false, node.state);
-      next.Push(chunk, call_.top, node, [&](CarriedState& newer, const CarriedState& older) {
-        ScaleAdd(state_size(), T{1}, newer.state, T{1}, older.state);
-      });
+      T* end = next.slots[target].state = scratch.New<T>(state_size());
+      if (sum.live()) {
+        std::copy_n(sum.state, state_size(), end);
+        sum.edits = scratch.New<T>(c.n * c.ld_v);
+        AdvanceState(c, end, sum.edits);
+      } else {
+        AddNewState(c, /*accumulate=*/false, end);
+      }
+      states.local[i + 1] = next;
     }
   }
 
@@ -257,13 +277,13 @@ class SegmentAdjoint {
       });
     };
     if (!p.live()) {
-      if (carries) TransitionAdjoint(c, dp, grad);
+      if (carries) IdentityAdjoint(c, dp, grad);
       if (d_o != nullptr) read_levels(c.q_read, grad.q_read);
       return;
     }
     T* pt = scratch.New<T>(K * ld_k);
     Transpose(K, K, p.state, ld_k, pt, ld_k);
-    if (carries) CarryAdjoint(c, K, p.state, pt, p.ws, dp, ld_k, grad);
+    if (carries) CarryAdjoint(c, K, p.state, pt, p.edits, dp, ld_k, grad);
     if (d_o == nullptr) return;
     T* read = scratch.New<T>(c.n * ld_k);    // Q~ P
     T* d_read = scratch.New<T>(c.n * ld_k);  // its gradient
