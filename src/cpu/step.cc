@@ -327,28 +327,25 @@ struct HeadStep {
       LoadRows(values, base, c.n, value_size, c.v(), c.ld_kv);
       LoadScalars(gates, base, c.n, c.g);
       LoadScalars(betas, base, c.n, c.beta);
+      ScoreKeys(c);
       PrepareKeys(c);
-      AddNewState(c, /*accumulate=*/false, merged);
       T* older = scratch.New<T>(TileSize<T>(key_size, value_size));
-      T* sum = nullptr;  // of the nodes that merge: one transition for all
+      bool merges = false;  // the nodes that do are added up: one transition for all
       ForEachNode(chunk, nullptr, [&](int slot, T* node) {
         if (slot > target) {
           LoadNode(reinterpret_cast<const std::byte*>(node), key_size, value_size, older);
           ApplyTransition(c, value_size, older, ld);
           StoreNode(older, T{1}, key_size, value_size, reinterpret_cast<std::byte*>(node));
-        } else if (sum == nullptr) {
-          sum = scratch.New<T>(TileSize<T>(key_size, value_size));
-          LoadNode(reinterpret_cast<const std::byte*>(node), key_size, value_size, sum);
+        } else if (!merges) {
+          LoadNode(reinterpret_cast<const std::byte*>(node), key_size, value_size, merged);
+          merges = true;
         } else {
           for (int64_t i = 0; i < key_size; ++i) {
-            CombineRow(value_size, T{1}, sum + i * ld, T{1}, node + i * value_size);
+            CombineRow(value_size, T{1}, merged + i * ld, T{1}, node + i * value_size);
           }
         }
       });
-      if (sum != nullptr) {
-        ApplyTransition(c, value_size, sum, ld);
-        ScaleAdd<T>(TileSize<T>(key_size, value_size), 1, merged, 1, sum);
-      }
+      merges ? AdvanceState(c, merged) : AddNewState(c, /*accumulate=*/false, merged);
     } else {
       T* k = scratch.New<T>(TileSize<T>(kStateChunk, key_size));
       T* v = scratch.New<T>(kStateChunk * ld);

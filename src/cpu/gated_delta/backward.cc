@@ -193,9 +193,13 @@ class DeltaBackwardPass {
       }
       const ChunkSpan span(sequence, chunk);
       LoadKeys(rows, span, c);
+      LoadValues(rows, span, c);
+      ScoreKeys(c);
       PrepareKeys(c);
       if (work.has_incoming && span.has_queries()) {
         LoadQueries(rows, span, call_.inputs.scale, c);
+        LoadLevels(rows, span, c.L, c.lambda);
+        ScoreQueries(c);
         PrepareReads(c);
         LoadRows(d_o_rows, span.first, c.n, V, d_o, ld_v);
         const T* q_read = c.q_read;
@@ -240,6 +244,10 @@ class DeltaBackwardPass {
     const Sequence& s = *group.sequence;
     const int64_t K = call_.K, ld_k = TileLd<T>(K);
     const Segment& segment = group.segments[index].segment;
+    std::vector<GroupChunk<T>> chunks;
+    for (int64_t chunk = segment.begin; chunk < segment.end; ++chunk) {
+      chunks.push_back(adjoint_.LoadGroupChunk(s, group.group, chunk, scratch));
+    }
     const int64_t first = segment.begin * kStateChunk;
     const int64_t tokens = std::min(segment.end * kStateChunk, s.end) - first;
     T* dq = scratch.New<T>(tokens * ld_k);
@@ -248,7 +256,11 @@ class DeltaBackwardPass {
     std::fill_n(dk, tokens * ld_k, T{0});
     for (int64_t h = 0; h < heads_per_group(); ++h) {
       const SegmentBackward<T>* work = &group.segments[h * group.num_segments + index];
-      adjoint_.Run(*work, work->segment.last ? nullptr : work + 1, dq, dk);
+      adjoint_.Run(*work, work->segment.last ? nullptr : work + 1, chunks, dq, dk);
+    }
+    for (int64_t chunk = segment.begin; chunk < segment.end; ++chunk) {
+      const int64_t i = chunk - segment.begin, offset = i * kStateChunk * ld_k;
+      adjoint_.FinishGroupChunk(ChunkSpan(s, chunk), chunks[i], dq + offset, dk + offset);
     }
     adjoint_.AddFinalRing(d_final_.k, s, group.group, first, tokens, K, dk, ld_k);
     StoreRows(dq, ld_k, first, tokens, K, TokenRows(out_.q, TensorView(), s, group.group));

@@ -49,12 +49,15 @@ struct DeltaChunk {
   T* beta;    // [64]
   T* lambda;  // [L, 64]
 
+  // ScoreKeys and ScoreQueries: the same for all heads of a group.
+  T* kt;  // [K, 64] K^T
+  T* kk;  // [64, 64] K K^T on and below the diagonal
+  T* qk;  // [64, 64] Q K^T on and below the diagonal
+
   // PrepareKeys.
   T* decay;  // [64, 64] G, zero above the diagonal
   T* gamma;  // [64]
   T* kappa;  // [64]
-  T* kt;     // [K, 64] K^T
-  T* kk;     // [64, 64] K K^T on and below the diagonal
   T* a;      // [64, 64] A
   T* x;      // [64, 64] X
   T* t;      // [64, 64] T
@@ -81,7 +84,7 @@ struct DeltaChunk {
     constexpr int64_t C = kStateChunk;
     for (T** tile : {&q, &k, &k_end, &q_read}) *tile = scratch.New<T>(C * ld_k);
     for (T** tile : {&in, &wu}) *tile = scratch.New<T>(C * ld_kv);
-    for (T** tile : {&decay, &kk, &a, &x, &t, &b, &d, &p}) *tile = scratch.New<T>(C * ld_c);
+    for (T** tile : {&kk, &qk, &decay, &a, &x, &t, &b, &d, &p}) *tile = scratch.New<T>(C * ld_c);
     for (T** row : {&g, &beta, &gamma, &kappa}) *row = scratch.New<T>(C);
     kt = scratch.New<T>(K * ld_c);
     lambda = scratch.New<T>(L * C);
@@ -185,14 +188,24 @@ void InvertLower(DeltaChunk<T>& c) {
   }
 }
 
-// All that the transition and the new state need.
+template <typename T>
+void ScoreKeys(DeltaChunk<T>& c) {
+  Transpose(c.n, c.K, c.k, c.ld_k, c.kt, c.ld_c);
+  MatMulToLower(c.n, c.K, c.k, c.ld_k, c.kt, c.ld_c, c.kk, c.ld_c);
+}
+
+// After ScoreKeys.
+template <typename T>
+void ScoreQueries(DeltaChunk<T>& c) {
+  MatMulToLower(c.n, c.K, c.q, c.ld_k, c.kt, c.ld_c, c.qk, c.ld_c);
+}
+
+// All that the transition and the new state need; after ScoreKeys.
 template <typename T>
 void PrepareKeys(DeltaChunk<T>& c) {
   const int64_t n = c.n;
   std::fill(c.beta + n, c.beta + kStateChunk, T{0});  // no NaN times zero in T
   Decays(c);
-  Transpose(n, c.K, c.k, c.ld_k, c.kt, c.ld_c);
-  MatMulToLower(n, c.K, c.k, c.ld_k, c.kt, c.ld_c, c.kk, c.ld_c);
   MultiplyLower(n, /*strict=*/true, c.kk, c.decay, c.beta, c.a);
   InvertLower(c);
   HWY_ALIGN T minus_gamma[kStateChunk];
@@ -228,17 +241,16 @@ void MultiplyLevels(const DeltaChunk<T>& c, const T* in, T* out) {
   }
 }
 
-// What reads of carried states need; after PrepareKeys.
+// What reads of carried states need; after PrepareKeys and ScoreQueries.
 template <typename T>
 void PrepareReads(DeltaChunk<T>& c) {
   const int64_t n = c.n;
-  MatMulToLower(n, c.K, c.q, c.ld_k, c.kt, c.ld_c, c.d, c.ld_c);
-  MultiplyLower(n, /*strict=*/false, c.d, c.decay, static_cast<const T*>(nullptr), c.b);
+  MultiplyLower(n, /*strict=*/false, c.qk, c.decay, static_cast<const T*>(nullptr), c.b);
   ScaleRows(n, c.kp, c.gamma, c.q, c.ld_k, c.q_read, c.ld_k);
   MatMulLower(n, c.K, c.b, c.ld_c, c.minus_w(), c.ld_kv, c.q_read, c.ld_k, T{1});
 }
 
-// All that the outputs need; after PrepareKeys.
+// All that the outputs need; after PrepareKeys and ScoreQueries.
 template <typename T>
 void PrepareQueries(DeltaChunk<T>& c) {
   PrepareReads(c);

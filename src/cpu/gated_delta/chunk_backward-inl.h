@@ -18,7 +18,8 @@
 //   A' = -strictly lower(X^T T' T^T)              (from T = (I + A)^-1 diag(beta))
 //   V' = P^T dO + T^T U'                          beta' = colsum(T' * X) + rowsum(A' * K K^T * G)
 //
-// and K', Q' from A, B, W, K~ and Q~ by the product rule. A decay exp(g[j+1] + ... + g[i]) with
+// and K', Q' from W, K~, Q~, K K^T and Q K^T by the product rule; the last two are summed over the
+// heads of a group first. A decay exp(g[j+1] + ... + g[i]) with
 // gradient G' adds E(i,j) = G' G to g'[t] for all j < t <= i, j = -1 being the chunk's start: g' is
 // a sum of such rectangles and never the difference of two sums, so no error grows with T.
 
@@ -46,12 +47,16 @@ struct DeltaChunkGrad {
   T* k_end;   // [64, K]
   double total;
 
-  T* q;       // [64, K], of q times the scale
-  T* k;       // [64, K]
+  T* q;       // [64, K], of q times the scale; without what Q K^T gives
+  T* k;       // [64, K], without what K K^T and Q K^T give
   T* v;       // [64, V], ld_v
   T* g;       // [64]
   T* beta;    // [64]
   T* lambda;  // [L, 64]
+
+  // Added to: the caller's, for all heads of a group.
+  T* kk = nullptr;  // [64, 64] of K K^T, strictly lower
+  T* qk = nullptr;  // [64, 64] of Q K^T, lower
 
   DeltaChunkGrad(Scratch& scratch, const DeltaChunk<T>& c) {
     constexpr int64_t C = kStateChunk;
@@ -209,10 +214,10 @@ void GateAdjoint(int64_t n, const T* e, const T* e_start, T* dg) {
   }
 }
 
-// From X^T T' T^T (in `da`) and B': A' stays in the registers, `da` becomes the gradient of K K^T
-// (strictly lower), `db` that of Q K^T, `e` becomes E, and beta' gets its second term.
+// From X^T T' T^T (in `da`) and B': A' stays in the registers, the gradients of K K^T and Q K^T get
+// the head's share, `e` becomes E, and beta' gets its second term.
 template <typename T>
-void ScoresAdjoint(const DeltaChunk<T>& c, bool queries, T* da, T* db, T* e,
+void ScoresAdjoint(const DeltaChunk<T>& c, bool queries, const T* da, const T* db, T* e,
                    DeltaChunkGrad<T>& grad) {
   const hn::ScalableTag<T> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
@@ -228,12 +233,12 @@ void ScoresAdjoint(const DeltaChunk<T>& c, bool queries, T* da, T* db, T* e,
       const auto a_decay = hn::Mul(a, decay);
       d_beta = hn::MulAdd(a_decay, kk, d_beta);
       auto flow = hn::Mul(a, hn::LoadU(d, c.a + at));
-      hn::StoreU(hn::Mul(a_decay, beta), d, da + at);
+      hn::StoreU(hn::MulAdd(a_decay, beta, hn::LoadU(d, grad.kk + at)), d, grad.kk + at);
       if (queries) {
         const auto diagonal = hn::FirstN(d, static_cast<size_t>(std::max<int64_t>(i + 1 - j, 0)));
         const auto b = hn::IfThenElseZero(diagonal, hn::LoadU(d, db + at));
         flow = hn::MulAdd(b, hn::LoadU(d, c.b + at), flow);
-        hn::StoreU(hn::Mul(b, decay), d, db + at);
+        hn::StoreU(hn::MulAdd(b, decay, hn::LoadU(d, grad.qk + at)), d, grad.qk + at);
       }
       hn::StoreU(flow, d, e + at);
     }
@@ -313,13 +318,6 @@ void FinishChunk(const DeltaChunk<T>& c, const T* d_o, DeltaChunkGrad<T>& grad) 
     e[(n - 1) * ld_c + j] += c.kappa[j] * row_dot(c.k, c.ld_k, grad.k_end, c.ld_k, j);
   }
   GateAdjoint(n, e, e_start, grad.g);
-
-  MatMulLower(n, K, da, ld_c, c.k, c.ld_k, grad.k, c.ld_k, T{1});
-  MatMulLowerTransposed(n, K, da, ld_c, c.k, c.ld_k, grad.k, c.ld_k, T{1});
-  if (d_o != nullptr) {
-    MatMulLower(n, K, db, ld_c, c.k, c.ld_k, grad.q, c.ld_k, T{1});
-    MatMulLowerTransposed(n, K, db, ld_c, c.q, c.ld_k, grad.k, c.ld_k, T{1});
-  }
 }
 
 // NOLINTNEXTLINE(google-readability-namespace-comments)

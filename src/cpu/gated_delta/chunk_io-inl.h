@@ -47,10 +47,16 @@ struct ChunkSpan {
   bool has_queries() const { return queries < count; }
 };
 
+// The keys are those of all heads of a group.
 template <typename T>
 void LoadKeys(const DeltaRows& rows, const ChunkSpan& span, DeltaChunk<T>& c) {
   c.n = span.count;
   LoadRows(rows.k, span.first, c.n, c.K, c.k, c.ld_k);
+}
+
+template <typename T>
+void LoadValues(const DeltaRows& rows, const ChunkSpan& span, DeltaChunk<T>& c) {
+  c.n = span.count;
   LoadRows(rows.v, span.first, c.n, c.V, c.v(), c.ld_kv);
   LoadScalars(rows.g, span.first, c.n, c.g);
   LoadScalars(rows.beta, span.first, c.n, c.beta);
@@ -71,13 +77,13 @@ void LoadLevels(const DeltaRows& rows, const ChunkSpan& span, int L, T* lambda) 
   }
 }
 
+// The queries, times the scale, are those of all heads of a group.
 template <typename T>
 void LoadQueries(const DeltaRows& rows, const ChunkSpan& span, double scale, DeltaChunk<T>& c) {
   HWY_ALIGN T factor[kStateChunk];
   std::fill_n(factor, kStateChunk, static_cast<T>(scale));
   LoadRows(rows.q, span.first, c.n, c.K, c.q, c.ld_k);
   ScaleRows(c.n, c.kp, factor, c.q, c.ld_k, c.q, c.ld_k);
-  LoadLevels(rows, span, c.L, c.lambda);
 }
 
 // NOLINTNEXTLINE(google-readability-namespace-comments)

@@ -187,9 +187,13 @@ class DeltaForwardPass {
       }
       const ChunkSpan span(sequence, chunk);
       LoadKeys(rows, span, c);
+      LoadValues(rows, span, c);
+      ScoreKeys(c);
       PrepareKeys(c);
       if (span.has_queries()) {
         LoadQueries(rows, span, in.scale, c);
+        LoadLevels(rows, span, c.L, c.lambda);
+        ScoreQueries(c);
         PrepareQueries(c);
         const int64_t row = (chunk - work.segment.begin) * kStateChunk;
         T* out = work.has_incoming ? work.o + row * ld_v : o;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include "cpu/gated_delta/segments.h"
 #include "cpu/scratch.h"
@@ -31,6 +32,14 @@ struct SegmentBackward : SegmentBase<T> {
   NodeStack<StateNode<T>> d_incoming;
 };
 
+// What all heads of a group share of a chunk: tiles as those of DeltaChunk, and gradients as those
+// of DeltaChunkGrad, summed over the heads.
+template <typename T>
+struct GroupChunk {
+  T *q, *k, *kk, *qk;
+  T *d_kk, *d_qk;
+};
+
 template <typename T>
 class SegmentAdjoint {
  public:
@@ -38,8 +47,50 @@ class SegmentAdjoint {
                  const Gradients& gradients)
       : call_(call), d_o_(d_o), d_final_(d_final), out_(gradients) {}
 
-  // Stores what belongs to the head, adds to dq and dk [tokens, K].
-  void Run(const SegmentBackward<T>& work, const SegmentBackward<T>* next, T* dq, T* dk) const {
+  GroupChunk<T> LoadGroupChunk(const Sequence& s, int64_t group, int64_t chunk,
+                               Scratch& scratch) const {
+    const int64_t head = group * (call_.H / call_.G);  // any of the group
+    const DeltaRows rows(call_.inputs, s, head, group);
+    const ChunkSpan span(s, chunk);
+    GroupChunk<T> shared;
+    for (T** tile : {&shared.q, &shared.k})
+      *tile = scratch.New<T>(TileSize<T>(kStateChunk, call_.K));
+    for (T** tile : {&shared.kk, &shared.qk, &shared.d_kk, &shared.d_qk}) {
+      *tile = scratch.New<T>(TileSize<T>(kStateChunk, kStateChunk));
+    }
+    for (T* tile : {shared.d_kk, shared.d_qk}) {
+      std::fill_n(tile, TileSize<T>(kStateChunk, kStateChunk), T{0});
+    }
+    Scratch own;
+    DeltaChunk<T> c(own, call_.K, call_.V, call_.L);
+    Use(shared, c);
+    LoadKeys(rows, span, c);
+    ScoreKeys(c);
+    if (span.has_queries()) {
+      LoadQueries(rows, span, call_.inputs.scale, c);
+      ScoreQueries(c);
+    }
+    return shared;
+  }
+
+  // After all heads: adds what goes through K K^T and Q K^T to dq and dk [64, K].
+  void FinishGroupChunk(const ChunkSpan& span, const GroupChunk<T>& shared, T* dq, T* dk) const {
+    const int64_t n = span.count, K = call_.K, ld_k = TileLd<T>(K);
+    constexpr int64_t ld_c = DeltaChunk<T>::ld_c;
+    MatMulLower(n, K, shared.d_kk, ld_c, shared.k, ld_k, dk, ld_k, T{1});
+    MatMulLowerTransposed(n, K, shared.d_kk, ld_c, shared.k, ld_k, dk, ld_k, T{1});
+    if (!span.has_queries()) return;
+    Scratch scratch;
+    T* product = scratch.New<T>(n * ld_k);
+    MatMulLower(n, K, shared.d_qk, ld_c, shared.k, ld_k, product, ld_k, T{0});
+    ScaleAdd(n * ld_k, T{1}, dq, static_cast<T>(call_.inputs.scale), product);
+    MatMulLowerTransposed(n, K, shared.d_qk, ld_c, shared.q, ld_k, dk, ld_k, T{1});
+  }
+
+  // Stores what belongs to the head, adds to the gradients in `chunks` and to dq and dk [tokens,
+  // K].
+  void Run(const SegmentBackward<T>& work, const SegmentBackward<T>* next,
+           const std::vector<GroupChunk<T>>& chunks, T* dq, T* dk) const {
     Scratch scratch;
     const Sequence& s = work.sequence();
     const int64_t K = call_.K, V = call_.V;
@@ -57,7 +108,7 @@ class SegmentAdjoint {
     NodeStack<StateNode<T>> d_local;
     SegmentStates states;
     const bool uses_product = UsesProduct(work);
-    RecomputeStates(work, rows, uses_product, scratch, c, states);
+    RecomputeStates(work, rows, chunks, uses_product, scratch, c, states);
 
     if (next != nullptr) {
       const int target = work.target(call_.top);
@@ -84,14 +135,17 @@ class SegmentAdjoint {
       const bool carries = chunk + 1 != s.end_chunk();
       const ChunkSpan span(s, chunk);
       const NodeStack<CarriedState>& before = states.local[i];
-      LoadKeys(rows, span, c);
+      Use(chunks[i], c);
+      LoadValues(rows, span, c);
       PrepareKeys(c);
       if (span.has_queries()) {
-        LoadQueries(rows, span, call_.inputs.scale, c);
+        LoadLevels(rows, span, c.L, c.lambda);
         PrepareQueries(c);
         LoadRows(d_o_rows, span.first, c.n, V, d_o, ld_v);
       }
       grad.Clear(c);
+      grad.kk = chunks[i].d_kk;
+      grad.qk = chunks[i].d_qk;
       const int target = carries ? MergeSlot(chunk, call_.top) : -1;  // slots up to it merge
       if (carries) {
         PopPush(
@@ -202,7 +256,15 @@ class SegmentAdjoint {
                                  7 * call_.NumIncoming(work.segment) * call_.V > 9 * call_.K);
   }
 
-  void RecomputeStates(const SegmentBackward<T>& work, const DeltaRows& rows, bool uses_product,
+  static void Use(const GroupChunk<T>& shared, DeltaChunk<T>& c) {
+    c.q = shared.q;
+    c.k = shared.k;
+    c.kk = shared.kk;
+    c.qk = shared.qk;
+  }
+
+  void RecomputeStates(const SegmentBackward<T>& work, const DeltaRows& rows,
+                       const std::vector<GroupChunk<T>>& chunks, bool uses_product,
                        Scratch& scratch, DeltaChunk<T>& c, SegmentStates& states) const {
     const int64_t K = call_.K, V = call_.V;
     // The state after the chunk in c.
@@ -239,7 +301,8 @@ class SegmentAdjoint {
       const int target = next.Push(chunk, call_.top, CarriedState(), merge);
       CarriedState& sum = states.merging[i] = next.slots[target];
       if (chunk + 1 == work.segment.end) break;
-      LoadKeys(rows, ChunkSpan(work.sequence(), chunk), c);
+      Use(chunks[i], c);
+      LoadValues(rows, ChunkSpan(work.sequence(), chunk), c);
       PrepareKeys(c);
       if (uses_product && i == 0) {
         states.transition[1].state = scratch.New<T>(K * c.ld_k);
