@@ -47,14 +47,16 @@ class SegmentAdjoint {
                  const Gradients& gradients)
       : call_(call), d_o_(d_o), d_final_(d_final), out_(gradients) {}
 
+  // Tiles live in `scratch`; the gradients begin as zero.
   GroupChunk<T> LoadGroupChunk(const Sequence& s, int64_t group, int64_t chunk,
                                Scratch& scratch) const {
     const int64_t head = group * (call_.H / call_.G);  // any of the group
     const DeltaRows rows(call_.inputs, s, head, group);
     const ChunkSpan span(s, chunk);
     GroupChunk<T> shared;
-    for (T** tile : {&shared.q, &shared.k})
+    for (T** tile : {&shared.q, &shared.k}) {
       *tile = scratch.New<T>(TileSize<T>(kStateChunk, call_.K));
+    }
     for (T** tile : {&shared.kk, &shared.qk, &shared.d_kk, &shared.d_qk}) {
       *tile = scratch.New<T>(TileSize<T>(kStateChunk, kStateChunk));
     }
@@ -87,8 +89,7 @@ class SegmentAdjoint {
     MatMulLowerTransposed(n, K, shared.d_qk, ld_c, shared.q, ld_k, dk, ld_k, T{1});
   }
 
-  // Stores what belongs to the head, adds to the gradients in `chunks` and to dq and dk [tokens,
-  // K].
+  // Stores what belongs to the head; adds to dq and dk [tokens, K] and to what `chunks` sum.
   void Run(const SegmentBackward<T>& work, const SegmentBackward<T>* next,
            const std::vector<GroupChunk<T>>& chunks, T* dq, T* dk) const {
     Scratch scratch;
