@@ -9,8 +9,6 @@ namespace {
 
 std::atomic<KernelChoice> g_choice{KernelChoice::kAuto};
 
-bool IsHopper(const DeviceTraits& device) { return device.major == 9 && device.minor == 0; }
-
 }  // namespace
 
 void ForceKernels(KernelChoice choice) { g_choice.store(choice); }
@@ -18,14 +16,14 @@ KernelChoice ForcedKernels() { return g_choice.load(); }
 
 Kernels SelectForward(const Inputs& inputs, const StateView& final_state,
                       const DeviceTraits& device, KernelChoice choice) {
-  if (choice == KernelChoice::kGeneral || !IsHopper(device)) return Kernels::kGeneral;
+  if (choice == KernelChoice::kGeneral) return Kernels::kGeneral;
   return hopper::ForwardFits(inputs, final_state, device) ? Kernels::kHopper : Kernels::kGeneral;
 }
 
 Kernels SelectBackward(const Inputs& inputs, const StateGradView& d_final_state,
                        const Gradients& gradients, const DeviceTraits& device,
                        KernelChoice choice) {
-  if (choice == KernelChoice::kGeneral || !IsHopper(device)) return Kernels::kGeneral;
+  if (choice == KernelChoice::kGeneral) return Kernels::kGeneral;
   return hopper::BackwardFits(inputs, d_final_state, gradients, device) ? Kernels::kHopper
                                                                         : Kernels::kGeneral;
 }

@@ -9,6 +9,7 @@
 
 #include "cuda/general/geometry.cuh"
 #include "cuda/general/tile.cuh"
+#include "cuda/ptx/async.cuh"
 
 namespace fenwick::cuda::general {
 
@@ -78,7 +79,7 @@ struct MatrixSource {
   __device__ bool copyable() const { return sizeof(T) == 4 && quads(); }
   __device__ void Copy(int row, int column, T* to) const {
     const bool exists = first_row + row < rows && first_column + column < columns;
-    CopyAsync(to, exists ? data + Offset(row, column) : data, exists);
+    ptx::CopyAsync(to, exists ? data + Offset(row, column) : data, exists);
   }
   __device__ Window window() const {
     if (!quads()) return Window{};

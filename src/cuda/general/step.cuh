@@ -24,6 +24,7 @@
 #pragma once
 
 #include "cuda/general/step_fold.cuh"
+#include "cuda/ptx/async.cuh"
 
 namespace fenwick::cuda::general {
 
@@ -118,8 +119,8 @@ __device__ inline void PrefetchNodes(const StepBlock<T>& block, const T* nodes,
         rest &= rest - 1;
       }
       if (rest != 0 && column < problem.V) {
-        Prefetch(nodes + (__ffsll(rest) - 1) * problem.state_size() +
-                 static_cast<std::int64_t>(k) * problem.V + column);
+        ptx::Prefetch(nodes + (__ffsll(rest) - 1) * problem.state_size() +
+                      static_cast<std::int64_t>(k) * problem.V + column);
       }
     }
   }

@@ -61,13 +61,6 @@ struct AnyRows {
   }
 };
 
-// Asks for the 128 bytes around an address to be brought into the L2 cache.
-__device__ inline void Prefetch([[maybe_unused]] const void* address) {
-#if !defined(FENWICK_EMULATE)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-#endif
-}
-
 template <typename T>
 __device__ inline T Dot(const Quad<T>& a, const Quad<T>& b, T sum) {
 #pragma unroll

@@ -4,6 +4,7 @@
 #include "cuda/general/gates.cuh"
 #include "cuda/general/step_access.cuh"
 #include "cuda/general/tile.cuh"
+#include "cuda/ptx/async.cuh"
 #include "fenwick/partition.h"
 #include "fenwick/state.h"
 
@@ -124,8 +125,8 @@ struct StepBlock {
       shared.value[i] =
           TokenFinder(problem.v, n, head).At(token, base, old()) + v0 * ElementSize(dtype());
       // The walks over keys and values begin later.
-      for (int at = 0; at < problem.k.row_bytes; at += 128) Prefetch(shared.key[i] + at);
-      Prefetch(shared.value[i]);
+      for (int at = 0; at < problem.k.row_bytes; at += 128) ptx::Prefetch(shared.key[i] + at);
+      ptx::Prefetch(shared.value[i]);
       const double g = LoadElement<T>(TokenFinder(problem.g, n, head).At(token, base, old()),
                                       problem.g.dtype, 0);
       if (i < count) sum = g > kLogZero ? g : kLogZero;

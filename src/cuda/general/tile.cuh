@@ -14,6 +14,8 @@
 
 #include "cuda/general/elements.cuh"
 #include "cuda/general/entries.h"
+#include "cuda/ptx/async.cuh"
+#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared.cuh"
 
 namespace fenwick::cuda::general {
@@ -92,26 +94,6 @@ struct FmaMath {
   }
 };
 
-#if defined(FENWICK_EMULATE)
-using emulator::MmaTf32;
-using emulator::RoundTf32;
-#else
-// c[4] += a[4] b[2] of mma.m16n8k8, tf32 operands.
-__device__ inline void MmaTf32(float* c, const float* a, const float* b) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
-        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
-}
-
-__device__ inline float RoundTf32(float value) {
-  unsigned bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return __uint_as_float(bits);
-}
-#endif
-
 struct TensorMath {
   using Scalar = float;
   struct Tile {
@@ -140,14 +122,14 @@ struct TensorMath {
 #pragma unroll
     for (int d = 0; d < kDepth; d += 8) {
       const float* ad = a + d * kDepthA;
-      const float fragment[4] = {RoundTf32(ad[0]), RoundTf32(ad[8 * kRowA]),
-                                 RoundTf32(ad[4 * kDepthA]),
-                                 RoundTf32(ad[4 * kDepthA + 8 * kRowA])};
+      const float fragment[4] = {ptx::RoundTf32(ad[0]), ptx::RoundTf32(ad[8 * kRowA]),
+                                 ptx::RoundTf32(ad[4 * kDepthA]),
+                                 ptx::RoundTf32(ad[4 * kDepthA + 8 * kRowA])};
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         const float* bd = b + d * kDepthB + 8 * n * kColumnB;
-        const float column[2] = {RoundTf32(bd[0]), RoundTf32(bd[4 * kDepthB])};
-        MmaTf32(c.x + 4 * n, fragment, column);
+        const float column[2] = {ptx::RoundTf32(bd[0]), ptx::RoundTf32(bd[4 * kDepthB])};
+        ptx::MmaTf32(c.x + 4 * n, fragment, column);
       }
     }
   }
@@ -195,22 +177,6 @@ __device__ inline void AddRowSums(const typename Math::Tile& tile, typename Math
   for (int i = 0; i < 32; ++i) sums[Math::RowSlot(i)] += tile.x[i];
   AddToRows<Math>(sums, out);
 }
-
-#if defined(FENWICK_EMULATE)
-inline void CopyAsync(float* to, const float* from, bool exists) {
-  for (int j = 0; j < 4; ++j) to[j] = exists ? from[j] : 0.f;
-}
-inline void WaitForCopies() {}
-#else
-// Four floats from global to shared memory, or zeros; both addresses are multiples of 16 bytes.
-__device__ inline void CopyAsync(float* to, const float* from, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
-               "l"(from), "r"(exists ? 16 : 0)
-               : "memory");
-}
-__device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-#endif
 
 // One operand as its block stages it: how its matrix lies is either "rows are the tile's outer
 // axis" (m or n) or "rows are the depth" (sources.cuh says what a source is). Each thread moves
@@ -385,7 +351,7 @@ __device__ inline void Product(typename Math::Tile& c, TileMemory<typename Math:
   for (int d = 0; d < depth; d += kDepth) {
     a.template Finish<Math>(d, a_next, memory.a[stage]);
     b.template Finish<Math>(d, b_next, memory.b[stage]);
-    WaitForCopies();
+    ptx::WaitForCopies();
     __syncthreads();
     const int next = (stage + 1) % kStages;
     if (d + kDepth < depth) {

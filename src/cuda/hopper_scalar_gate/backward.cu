@@ -170,7 +170,7 @@ TensorView MappableGradient(const TensorView& d_o, const TensorView& dv, cudaStr
 
 bool BackwardFits(const Inputs& inputs, const StateGradView& d_final_state,
                   const Gradients& gradients, const DeviceTraits& device) {
-  return device.major == 9 && device.minor == 0 &&
+  return IsHopper(device) &&
          MakeBackwardPlan(inputs, d_final_state, gradients, device.multiprocessors).has_value();
 }
 

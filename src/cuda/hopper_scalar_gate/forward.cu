@@ -108,7 +108,7 @@ ForwardParams SetUpForward(const ForwardPlan& plan, const ForwardWorkspace& w, c
 }
 
 bool ForwardFits(const Inputs& inputs, const StateView& final_state, const DeviceTraits& device) {
-  return device.major == 9 && device.minor == 0 &&
+  return IsHopper(device) &&
          MakeForwardPlan(inputs, final_state, device.multiprocessors).has_value();
 }
 
