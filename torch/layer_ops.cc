@@ -154,9 +154,10 @@ std::tuple<Tensor, Tensor, Tensor> GatedRmsNormBackward(const Tensor& d_y, const
 
 Tensor L2Norm(const Tensor& x, double eps) {
   const Tensor dense_x = fenwick_torch::WithDenseLastAxis(x);
+  const TensorView x_view = ReadView(dense_x, "x");  // before y: what is wrong with both is x's
   const Tensor y = EmptyLike(x);
   const CallContext context(x);
-  fenwick::L2Norm(ReadView(dense_x, "x"), eps, WriteView(y, "y"), context.get());
+  fenwick::L2Norm(x_view, eps, WriteView(y, "y"), context.get());
   return y;
 }
 

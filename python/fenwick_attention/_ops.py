@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fenwick_attention import _vmap
 
@@ -76,6 +77,26 @@ def load() -> None:
     _loaded = True
 
 
+def refuse_forward_mode(name: str, *tensors: Tensor | None) -> None:
+    """Raises where a tensor carries a forward-mode derivative: torch has none for operators that
+    are registered from outside, and would go on without it."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: expected a call outside forward-mode differentiation (torch.func.jvp, "
+                "jacfwd, forward_ad), got one inside; use torch.autograd.grad"
+            )
+
+
+def mark_written(*tensors: Tensor) -> None:
+    """Tells autograd that an operator wrote to the tensors, so that a backward pass which saved
+    them raises instead of reading the new values."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+
+
 def _empty_like(tensor: Tensor) -> Tensor:
     """As the kernels allocate: contiguous whatever the layout of ``tensor``."""
     return tensor.new_empty(tensor.shape)
@@ -87,6 +108,11 @@ def _fake(op: str, function: Any) -> None:
 
 def _autograd(op: str, backward: Any, setup_context: Any) -> None:
     torch.library.register_autograd(f"fenwick::{op}", backward, setup_context=setup_context)
+
+    def second(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError(f"{op}: second derivatives (create_graph=True) do not exist")
+
+    torch.library.register_autograd(f"fenwick::{op}_backward", second)
 
 
 def _register_attention(op: str, has_beta: bool) -> None:

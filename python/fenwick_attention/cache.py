@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from fenwick_attention.layers.common import LayerState
+from fenwick_attention.state import LogLinearState
+
+
+@dataclasses.dataclass(eq=False)
+class LayerState:
+    """What one mixer keeps between calls: conv inputs ``[N, D, W-1]`` and the operator's state."""
+
+    conv: list[Tensor]
+    recurrent: LogLinearState
+
+    def index_select(self, indices: Tensor) -> LayerState:
+        """The states of the sequences ``indices``."""
+        conv = [c.index_select(0, indices.to(c.device)) for c in self.conv]
+        return LayerState(conv, self.recurrent.index_select(indices))
 
 
 class Cache:
@@ -72,3 +87,11 @@ class Cache:
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only the sequences ``indices``, in place."""
         self.reorder_cache(indices)
+
+
+def require_cache(cache: object) -> None:
+    """Raises ``ValueError`` where a caller passes the cache of another library."""
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values: expected a fenwick_attention.Cache, got {type(cache).__name__}"
+        )

@@ -6,13 +6,14 @@ of ``G``; head ``h`` reads group ``h // (H // G)``), ``K`` key size, ``V`` value
 
 They work under ``torch.compile(fullgraph=True)`` with dynamic ``T``, ``torch.export``, autocast
 (``q``, ``k`` and ``v`` are cast), activation checkpointing and ``torch.func.vmap``, which folds the
-mapped axis into ``B``. ``torch.func.grad`` and forward-mode derivatives do not: torch has them for
-no operator that is registered from outside. Use ``torch.autograd.grad``; ``is_grads_batched=True``
-gives gradients by sample.
+mapped axis into ``B``. ``torch.func.grad``, forward-mode derivatives and second derivatives raise:
+torch has the first two for no operator that is registered from outside. Use
+``torch.autograd.grad``; ``is_grads_batched=True`` gives gradients by sample.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Literal
 
 import torch
@@ -26,11 +27,14 @@ LevelPolicy = Literal["error", "saturate"]
 
 def num_levels(tokens: int) -> int:
     """Levels that ``tokens`` tokens need: ``bit_width(tokens - 1) + 1``."""
+    tokens = operator.index(tokens)
     return 0 if tokens <= 0 else (tokens - 1).bit_length() + 1
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(sum(x**2) + eps)`` over the last axis, in float32, returned in ``x.dtype``."""
+    _require_tensors({"x": x})
+    _ops.refuse_forward_mode("l2_norm", x)
     return torch.ops.fenwick.l2_norm(x, eps)
 
 
@@ -71,7 +75,8 @@ def log_linear_attention(
         ``o`` ``[B, T, H, V]`` in the dtype of ``q``, and the final state or ``None``.
 
     Raises:
-        RuntimeError: an argument is wrong; the message names it, what was expected and what came.
+        RuntimeError, TypeError, ValueError: an argument is wrong; the message names it, what was
+            expected and what came.
     """
     return _attention(
         "log_linear_attention",
@@ -155,8 +160,8 @@ def log_linear_attention_step(
         ``o`` ``[B, T, H, V]``.
 
     Raises:
-        ValueError: not 1 to 64 tokens.
-        RuntimeError: another argument is wrong, or the call stands in ``torch.func.vmap``.
+        RuntimeError, TypeError, ValueError: an argument is wrong (the message names it), or the
+            call stands in ``torch.func.vmap``.
     """
     return _step("log_linear_attention", q, k, v, g, None, level_scales, state, scale, level_policy)
 
@@ -207,7 +212,24 @@ def chunk_log_linear_attn(
     )
 
 
+def _require_tensors(named: dict[str, object]) -> None:
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
+def _require_state(name: str, state: object, beta: Tensor | None) -> None:
+    """``state`` is a state of the operator: with betas exactly where the operator has ``beta``."""
+    if not isinstance(state, LogLinearState):
+        raise TypeError(f"{name}: expected a LogLinearState, got {type(state).__name__}")
+    if (state.beta is None) != (beta is None):
+        kinds = "scalar gate (without beta)", "gated delta rule (with beta)"
+        expected, got = kinds if beta is None else kinds[::-1]
+        raise ValueError(f"{name}: expected a state of the {expected}, got one of the {got}")
+
+
 def _prepare(
+    name: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -220,6 +242,17 @@ def _prepare(
     """Argument conventions of Python: autocast, float32 gates, optional scale, policy names."""
     if level_policy not in ("error", "saturate"):
         raise ValueError(f"level_policy: expected 'error' or 'saturate', got {level_policy!r}")
+    named = {"q": q, "k": k, "v": v, "g": g, "level_scales": level_scales}
+    if name == "log_linear_gated_delta_rule":
+        named["beta"] = beta
+    _require_tensors(named)
+    for argument, x, axes in (("q", q, "G, K"), ("k", k, "G, K"), ("v", v, "H, V")):
+        if x.dim() != 4:
+            raise ValueError(f"{argument}: expected shape [B, T, {axes}], got {list(x.shape)}")
+    for argument in ("g", "beta", "level_scales"):
+        if argument in named and named[argument].is_complex():
+            raise TypeError(f"{argument}: expected real numbers, got {named[argument].dtype}")
+    _ops.refuse_forward_mode(name, *named.values())
     device = q.device.type
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -249,14 +282,18 @@ def _attention(
     level_policy: str,
 ) -> tuple[Tensor, LogLinearState | None]:
     _ops.load()
-    tensors, scale, saturate = _prepare(q, k, v, g, beta, level_scales, scale, level_policy)
+    tensors, scale, saturate = _prepare(name, q, k, v, g, beta, level_scales, scale, level_policy)
+    if cu_seqlens is not None:
+        _require_tensors({"cu_seqlens": cu_seqlens})
+    if state is not None:
+        _require_state("initial_state", state, beta)
     if state is None and not output_final_state:
         op = getattr(torch.ops.fenwick, name)
         return op(*tensors, cu_seqlens=cu_seqlens, scale=scale, saturate=saturate), None
 
     if state is None:
         state = LogLinearState.empty(
-            q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1,
+            q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0),
             groups=k.shape[2],
             heads=v.shape[2],
             key_size=k.shape[3],
@@ -303,7 +340,8 @@ def _step(
     level_policy: str,
 ) -> Tensor:
     _ops.load()
-    tensors, scale, saturate = _prepare(q, k, v, g, beta, level_scales, scale, level_policy)
+    tensors, scale, saturate = _prepare(name, q, k, v, g, beta, level_scales, scale, level_policy)
+    _require_state("state", state, beta)
     tokens = q.shape[1]
     if not 1 <= tokens <= STATE_CHUNK:
         raise ValueError(f"q: expected 1 to {STATE_CHUNK} new tokens in a step, got {tokens}")
@@ -314,7 +352,9 @@ def _step(
         reachable = capacity(state.nodes.shape[2], level_scales.shape[-1], saturate)
         state.max_position = max(state.max_position, reachable - tokens)
     op = getattr(torch.ops.fenwick, f"{name}_step")
-    o = op(*tensors, *_state_tensors(state), state.max_position, scale=scale, saturate=saturate)
+    parts = _state_tensors(state)
+    o = op(*tensors, *parts, state.max_position, scale=scale, saturate=saturate)
+    _ops.mark_written(*parts)
     state.max_position += tokens
     return o
 

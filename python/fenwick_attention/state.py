@@ -51,7 +51,7 @@ def num_step_slots(position: int, num_levels: int | None = None) -> int:
     return num_slots(base + ahead + 2 * STATE_CHUNK, num_levels)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class LogLinearState:
     """State of ``N`` sequences, made of tensors on one device.
 
@@ -144,6 +144,7 @@ class LogLinearState:
 
     def index_select(self, indices: Tensor) -> LogLinearState:
         """The states of ``indices`` ``[M]``, for beam search or to regroup a batch."""
+        indices = torch.as_tensor(indices)
         return self._map(lambda t: t.index_select(0, indices.to(t.device)))
 
     def reserve(self, tokens: int, num_levels: int | None = None) -> LogLinearState:
@@ -167,7 +168,9 @@ class LogLinearState:
         The ring keeps at least the last ``STATE_CHUNK`` tokens, so that many can be taken back
         (speculative decoding). Raises ``ValueError`` beyond what the ring still holds.
         """
-        amount = torch.as_tensor(tokens, dtype=torch.int64, device=self.position.device)
+        amount = torch.as_tensor(tokens, device=self.position.device)
+        if amount.is_floating_point() or amount.shape not in ((), self.position.shape):
+            raise ValueError(f"tokens: expected an int or {self.num_sequences} ints, got {tokens}")
         position = self.position - amount
         if bool((amount < 0).any()) or bool((position < self.base).any()):
             held = int((self.position - self.base).min()) if self.num_sequences else 0

@@ -182,7 +182,7 @@ void CheckLevels(const Inputs& inputs, Device device) {
     Fail("level_scales",
          "at least " + std::to_string(needed) + " level" + (needed == 1 ? "" : "s") + " for " +
              std::to_string(reached) + " token" + (reached == 1 ? "" : "s") +
-             (saturate ? "" : " (or LevelPolicy::kSaturate)"),
+             (saturate ? "" : " (or level_policy saturate)"),
          std::to_string(L));
   }
 }

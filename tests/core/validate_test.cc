@@ -198,7 +198,7 @@ TEST_F(ValidateTest, PackedSequences) {
 TEST_F(ValidateTest, Levels) {
   inputs_.level_scales = View({kB, kT, kH, 3});
   EXPECT_EQ(InputsError(),
-            "level_scales: expected at least 4 levels for 5 tokens (or LevelPolicy::kSaturate), "
+            "level_scales: expected at least 4 levels for 5 tokens (or level_policy saturate), "
             "got 3");
   inputs_.level_policy = LevelPolicy::kSaturate;
   EXPECT_EQ(InputsError(), "no error");
@@ -213,7 +213,7 @@ TEST_F(ValidateTest, Levels) {
   state_.position[1] = 252;
   EXPECT_EQ(InputsError(),
             "level_scales: expected at least 10 levels for 257 tokens (or "
-            "LevelPolicy::kSaturate), got 9");
+            "level_policy saturate), got 9");
   // The host cannot read positions on a GPU: max_position counts.
   state_.position[1] = 0;
   EXPECT_EQ(ErrorOf([&] { ValidateInputs(inputs_, Device::kCUDA); }),

@@ -225,6 +225,100 @@ def test_level_policies():
         call("scalar_gate", args, level_policy="wrap")
 
 
+@pytest.mark.parametrize("keep_state", [False, True])
+@pytest.mark.parametrize(
+    ("argument", "change", "message"),
+    [
+        ("q", lambda x: x.numpy(), "q: expected a tensor, got ndarray"),
+        ("v", lambda x: None, "v: expected a tensor, got NoneType"),
+        ("beta", lambda x: None, "beta: expected a tensor, got NoneType"),
+        ("k", lambda x: x[0], r"k: expected shape \[B, T, G, K\], got \[150, 1, 16\]"),
+        ("v", lambda x: x[0], r"v: expected shape \[B, T, H, V\], got \[150, 2, 8\]"),
+        ("g", lambda x: x * 1j, "g: expected real numbers, got torch.complex128"),
+        ("level_scales", lambda x: x * 1j, "level_scales: expected real numbers"),
+        ("level_scales", lambda x: x[..., :3], "level_scales: expected at least 9 levels"),
+    ],
+)
+def test_wrong_arguments_are_named(argument, change, message, keep_state):
+    names = ["q", "k", "v", "g", "beta", "level_scales"]
+    args = dict(zip(names, inputs("gated_delta"), strict=True))
+    args[argument] = change(args[argument])
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=f"^{message}"):
+        fa.log_linear_gated_delta_rule(**args, output_final_state=keep_state)
+
+
+@pytest.mark.parametrize("keep_state", [False, True])
+@pytest.mark.parametrize("offsets", [[0, 150], torch.tensor([], dtype=torch.int64)])
+def test_wrong_offsets_are_named(offsets, keep_state):
+    args = inputs("scalar_gate", B=1)
+    with pytest.raises((RuntimeError, TypeError), match="^cu_seqlens: expected"):
+        call("scalar_gate", args, cu_seqlens=offsets, output_final_state=keep_state)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_state_of_another_kind_is_refused(rule):
+    args = inputs(rule, T=1, L=9)
+    other = "gated_delta" if rule == "scalar_gate" else "scalar_gate"
+    _, foreign = call(other, inputs(other, L=9), output_final_state=True)
+    for state in (foreign, foreign.k, None):
+        with pytest.raises((TypeError, ValueError), match="^state: expected a"):
+            step(rule, args, state)
+    for state in (foreign, foreign.k):
+        with pytest.raises((TypeError, ValueError), match="^initial_state: expected a"):
+            call(rule, args, initial_state=state)
+
+
+def test_wrong_calls_of_a_state():
+    _, state = call("scalar_gate", inputs("scalar_gate"), output_final_state=True)
+    for tokens in (1.5, torch.tensor([[1], [2]]), torch.tensor([1, 2, 3])):
+        with pytest.raises(ValueError, match="^tokens: expected an int or 2 ints"):
+            state.truncate(tokens)
+    assert state.index_select([1, 1, 0]).num_sequences == 3
+    assert state != state.clone() and state in [state]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_is_noticed_by_a_backward_pass_that_needs_the_old_state(rule):
+    args = [a.requires_grad_() for a in inputs(rule, T=20, L=10)]
+    _, state = call(rule, inputs(rule, T=150, L=10), output_final_state=True)
+    o, _ = call(rule, args, initial_state=state)
+    with torch.no_grad():
+        step(rule, inputs(rule, T=1, L=10), state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_take_states_of_inference_mode(rule):
+    with torch.inference_mode():
+        _, state = call(rule, inputs(rule, L=10), output_final_state=True)
+        step(rule, inputs(rule, T=1, L=10), state)
+    step(rule, inputs(rule, T=1, L=10), state)
+    assert state.position.tolist() == [152, 152]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_derivatives_that_do_not_exist_raise(rule):
+    args = inputs(rule, T=20)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: call(rule, (q, *args[1:]))[0], (args[0],), (args[0],))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(fa.l2_norm, (args[0],), (args[0],))
+    q = args[0].requires_grad_()
+    for y in (call(rule, args)[0], call(rule, args, output_final_state=True)[0], fa.l2_norm(q)):
+        (grad,) = torch.autograd.grad(y.square().sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            grad.sum().backward()
+
+
+def test_num_levels_takes_whole_numbers():
+    assert [fa.num_levels(n) for n in (-1, 0, 1, 2, 3, 64, torch.tensor(65))] == [
+        0, 0, 1, 2, 3, 7, 8,
+    ]  # fmt: skip
+    with pytest.raises(TypeError):
+        fa.num_levels(64.0)
+
+
 def test_drop_in_signature():
     args = inputs("scalar_gate")
     o, state = fa.chunk_log_linear_attn(*args, None, True, None, None)

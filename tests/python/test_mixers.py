@@ -173,3 +173,43 @@ def test_bad_sizes_name_the_argument():
     layer.layer_idx = None
     with pytest.raises(ValueError, match="layer_idx"):
         layer(torch.randn(1, 4, 32).double(), past_key_values=Cache(), use_cache=True)
+    layer.layer_idx = 0
+    for foreign in ([1], {}):
+        with pytest.raises(ValueError, match="past_key_values: expected a fenwick_attention.Cache"):
+            layer(torch.randn(1, 4, 32).double(), past_key_values=foreign, use_cache=True)
+    for name in ("head_dim", "hidden_size", "state_size", "n_groups", "conv_kernel"):
+        sizes = {"num_heads": 4, "head_dim": 16, "hidden_size": 32, name: 0}
+        with pytest.raises(ValueError, match=f"{name}: expected a whole number of at least 1"):
+            LogLinearMamba2(**sizes)
+    for name in ("head_dim", "hidden_size", "num_heads", "num_v_heads", "max_num_levels"):
+        with pytest.raises(ValueError, match=f"{name}: expected a whole number of at least 1"):
+            LogLinearGatedDeltaNet(**{"hidden_size": 32, "head_dim": 16, "num_heads": 2, name: -1})
+
+
+@pytest.mark.parametrize("value", [-1e9, float("-inf"), 2])
+def test_masks_of_other_conventions_are_refused(value):
+    """An additive mask has 0 where a token is: read as 0 and 1, it would keep the padding."""
+    layer, mask = make("mamba2"), torch.zeros(2, 4)
+    mask[0, :2] = value
+    with pytest.raises(ValueError, match="attention_mask: expected 1 for tokens"):
+        layer(torch.randn(2, 4, 32).double(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_nothing_but_padding(kind):
+    layer, cache = make(kind), Cache()
+    x, mask = torch.randn(2, 4, 32).double(), torch.zeros(2, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            y = layer(x, attention_mask=mask, past_key_values=cache, use_cache=True)[0]
+            assert torch.equal(y, torch.zeros_like(y))
+        y = layer(x, past_key_values=cache, use_cache=True)[0]
+        assert relative_error(y, layer(x)[0]) <= 1e-13
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_mode_derivatives_raise(kind):
+    layer = make(kind)
+    x = torch.randn(1, 4, 32).double()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: layer(x)[0], (x,), (x,))

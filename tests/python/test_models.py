@@ -255,6 +255,10 @@ def test_a_foreign_cache_is_refused():
     model, ids = tiny("mamba2"), torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="past_key_values: expected a fenwick_attention.Cache"):
         model(ids, past_key_values=transformers.DynamicCache())
+    deeper = tiny("mamba2").base_model
+    deeper.layers.append(copy.deepcopy(deeper.layers[0]))
+    with pytest.raises(ValueError, match="expected the states of 3 layers, got those of 2"):
+        deeper(ids, past_key_values=model(ids, use_cache=True)[models.modeling._CACHE_FIELD])
 
 
 def test_padding_token_of_mamba2_is_trained_as_in_the_peers():

@@ -242,6 +242,8 @@ def test_norm_errors_name_the_argument():
         ops.l2_norm(x, -1.0)
     with pytest.raises(RuntimeError, match="x: expected at least 1 axis, got none"):
         ops.l2_norm(torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="x: expected at most 5 axes, got 6"):
+        ops.l2_norm(torch.randn(1, 1, 1, 1, 3, 5))
 
 
 def test_meta_tensors_have_shapes_alone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -11,25 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fenwick_attention import _ops
+from fenwick_attention.cache import LayerState, require_cache
 from fenwick_attention.state import STATE_CHUNK, LogLinearState
 
 MAX_LEVELS = 15  # the peers' default: 16,384 tokens
 
 
-@dataclasses.dataclass
-class LayerState:
-    """What one mixer keeps between calls: conv inputs ``[N, D, W-1]`` and the operator's state."""
-
-    conv: list[Tensor]
-    recurrent: LogLinearState
-
-    def index_select(self, indices: Tensor) -> LayerState:
-        """The states of the sequences ``indices``."""
-        conv = [c.index_select(0, indices.to(c.device)) for c in self.conv]
-        return LayerState(conv, self.recurrent.index_select(indices))
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Packing:
     """How a padded batch ``[B, T]`` was packed into one row of its real tokens."""
 
@@ -48,8 +37,15 @@ class Packing:
                 f"attention_mask: expected [{batch}, {tokens}], or more tokens when decoding, got "
                 f"{list(shape)}"
             )
-        mask = attention_mask[:, shape[1] - tokens :].bool()
-        lengths = mask.sum(dim=1).cpu()
+        values = attention_mask[:, shape[1] - tokens :]
+        mask = values != 0
+        others = (mask & (values != 1)).sum()  # an additive mask has them, and reads upside down
+        lengths, others = torch.cat([mask.sum(dim=1), others[None]]).cpu().split([batch, 1])
+        if others:
+            raise ValueError(
+                f"attention_mask: expected 1 for tokens and 0 for padding, got {int(others)} other "
+                "values"
+            )
         if bool((lengths == mask.shape[1]).all()):
             return None
         cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -81,11 +77,14 @@ def causal_conv1d(
     sequence ``[N, D, W - 1]``. ``in_place`` updates ``state`` itself (decoding).
     """
     weight, bias = conv.weight.squeeze(1), conv.bias
+    _ops.refuse_forward_mode("causal_conv1d", x, weight, bias, state)
     if weight.dtype != x.dtype:
         weight = weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
     if in_place:
-        return torch.ops.fenwick.causal_conv1d_step(x, weight, bias, state), state
+        y = torch.ops.fenwick.causal_conv1d_step(x, weight, bias, state)
+        _ops.mark_written(state)
+        return y, state
     y = torch.ops.fenwick.causal_conv1d(x, weight, bias, state, cu_seqlens)
     return y, conv_state_after(x, weight.shape[1], state, cu_seqlens) if keep else None
 
@@ -100,6 +99,9 @@ def conv_state_after(
         if state is not None:
             before = state.transpose(1, 2)
         return torch.cat([before, x], dim=1)[:, x.shape[1] :].transpose(1, 2).contiguous()
+    if x.shape[1] == 0:
+        shape = cu_seqlens.numel() - 1, x.shape[2], keep
+        return x.new_zeros(shape) if state is None else state.clone()
     begin, end = (c.to(x.device)[:, None] for c in (cu_seqlens[:-1], cu_seqlens[1:]))
     row = end - keep + torch.arange(keep, device=x.device)  # [N, keep] rows of x
     inside = (row >= begin)[..., None]
@@ -109,6 +111,13 @@ def conv_state_after(
         column = (row - begin + keep).clamp(0, keep - 1)[..., None].expand_as(rows)
         before = state.transpose(1, 2).gather(1, column)
     return torch.where(inside, rows, before).transpose(1, 2).contiguous()
+
+
+def require_positive(**sizes: Any) -> None:
+    """Raises ``ValueError`` that names a size below 1."""
+    for name, size in sizes.items():
+        if not isinstance(size, numbers.Integral) or size < 1:
+            raise ValueError(f"{name}: expected a whole number of at least 1, got {size!r}")
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -176,14 +185,16 @@ class Mixer(Float32Parameters):
             past_key_values: a :class:`fenwick_attention.Cache` to go on from; needs ``layer_idx``.
             use_cache: update it. Without gradients, 1 to 64 tokens update it in place.
             output_attentions: accepted and without effect.
-            cu_seqlens: offsets of packed sequences; on the CPU it costs no synchronisation.
+            cu_seqlens: offsets of packed sequences; on the CPU it costs no synchronisation. Where
+                it is given, ``attention_mask`` is not read.
 
         Returns:
             The output ``[B, T, hidden_size]``, ``None`` (no attention weights exist) and
             ``past_key_values``.
 
         Raises:
-            ValueError: a mask of another shape; a cache and no ``layer_idx``.
+            ValueError: a mask of another shape or with other values; another class of cache; a
+                cache and no ``layer_idx``.
         """
         _ops.load()
         packing = None
@@ -193,6 +204,7 @@ class Mixer(Float32Parameters):
             hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
         last = None
         if past_key_values is not None:
+            require_cache(past_key_values)
             if self.layer_idx is None:
                 raise ValueError(
                     "layer_idx: expected this layer's place in past_key_values, got None"

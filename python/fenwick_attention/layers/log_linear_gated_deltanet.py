@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fenwick_attention import _ops
 from fenwick_attention.functional import (
     LevelPolicy,
     log_linear_gated_delta_rule,
@@ -21,6 +22,7 @@ from fenwick_attention.layers.common import (
     causal_conv1d,
     inverse_softplus_uniform,
     mark_no_weight_decay,
+    require_positive,
 )
 
 
@@ -33,6 +35,7 @@ class HeadRMSNormGated(nn.Module):
         self.eps = eps
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        _ops.refuse_forward_mode("gated_rms_norm", o, gate, self.weight)
         return torch.ops.fenwick.gated_rms_norm(o, gate, self.weight.to(o.dtype), self.eps, True)
 
 
@@ -97,10 +100,19 @@ class LogLinearGatedDeltaNet(Mixer):
                 f"{output_gate_activation!r}"
             )
         value_heads = num_heads if num_v_heads is None else num_v_heads
+        require_positive(
+            hidden_size=hidden_size,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_v_heads=value_heads,
+            conv_size=conv_size,
+            max_num_levels=max_num_levels,
+        )
         value_size = int(head_dim * expand_v)
-        if value_size != head_dim * expand_v:
+        if value_size != head_dim * expand_v or value_size < 1:
             raise ValueError(
-                f"expand_v: expected head_dim * expand_v to be whole, got {head_dim} * {expand_v}"
+                "expand_v: expected head_dim * expand_v to be whole and at least 1, got "
+                f"{head_dim} * {expand_v}"
             )
         if value_heads % num_heads:
             raise ValueError(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fenwick_attention import _ops
 from fenwick_attention.functional import (
     LevelPolicy,
     log_linear_attention,
@@ -21,6 +22,7 @@ from fenwick_attention.layers.common import (
     causal_conv1d,
     inverse_softplus_uniform,
     mark_no_weight_decay,
+    require_positive,
 )
 
 
@@ -37,6 +39,7 @@ class GatedRMSNorm(nn.Module):
         self.groups = groups
 
     def forward(self, y: Tensor, z: Tensor | None) -> Tensor:
+        _ops.refuse_forward_mode("gated_rms_norm", y, z, self.weight)
         weight = self.weight.to(y.dtype)
         norm = torch.ops.fenwick.gated_rms_norm
         if self.groups == 1:
@@ -116,6 +119,15 @@ class LogLinearMamba2(Mixer):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        require_positive(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            hidden_size=hidden_size,
+            state_size=state_size,
+            n_groups=n_groups,
+            conv_kernel=conv_kernel,
+            max_num_levels=max_num_levels,
+        )
         d_inner = round(expand * hidden_size)
         if num_heads * head_dim != d_inner:
             raise ValueError(

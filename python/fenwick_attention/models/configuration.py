@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from fenwick_attention.layers.common import MAX_LEVELS
+from fenwick_attention.layers.common import MAX_LEVELS, require_positive
 
 
 def swiglu_size(hidden_size: int, hidden_ratio: float | None = None) -> int:
@@ -95,6 +95,7 @@ class LogLinearMamba2Config(_Config):
         eos_token_id: int | None = 2,
         **kwargs: Any,
     ) -> None:
+        require_positive(hidden_size=hidden_size, head_dim=head_dim)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.state_size = state_size

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from fenwick_attention.cache import Cache
+from fenwick_attention.cache import Cache, require_cache
 from fenwick_attention.layers import LogLinearGatedDeltaNet, LogLinearMamba2
 from fenwick_attention.layers.common import Packing, inverse_softplus_uniform
 from fenwick_attention.models.configuration import (
@@ -185,7 +185,8 @@ class _Model(_PreTrainedModel):
         Args:
             input_ids: ``[B, T]``.
             attention_mask: ``[B, T]``, 1 for a token and 0 for padding, which may stand anywhere;
-                when decoding, also of the tokens so far, as ``generate`` passes it.
+                when decoding, also of the tokens so far, as ``generate`` passes it. Not read where
+                ``cu_seqlens`` is given.
             inputs_embeds: ``[B, T, hidden_size]``, in place of ``input_ids``.
             past_key_values: what an earlier call returned, to go on from there.
             use_cache: return a cache; the configuration's ``use_cache`` unless training.
@@ -199,15 +200,18 @@ class _Model(_PreTrainedModel):
 
         Raises:
             ValueError: both or none of ``input_ids`` and ``inputs_embeds``; a mask of another
-                shape; another class of cache.
+                shape or with other values; the cache of another class or number of layers.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
         past = past_key_values if past_key_values is not None else cache
-        if past is not None and not isinstance(past, Cache):
-            raise ValueError(
-                f"past_key_values: expected a fenwick_attention.Cache, got {type(past).__name__}"
-            )
+        if past is not None:
+            require_cache(past)
+            if len(past) not in (0, len(self.layers)):
+                raise ValueError(
+                    f"past_key_values: expected the states of {len(self.layers)} layers, got those "
+                    f"of {len(past)}"
+                )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if self.gradient_checkpointing and self.training:
