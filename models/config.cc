@@ -217,7 +217,7 @@ void ModelConfig::Validate() const {
   }
   if (IsLogLinear(mixer)) {
     if (num_levels < 1 || num_levels > 62) {
-      Reject("num_levels", "1 to 62", std::to_string(num_levels));
+      Reject("max_num_levels", "1 to 62", std::to_string(num_levels));
     }
   }
   if (conv_init < 0) Reject("conv_init", "at least 0", std::to_string(conv_init));

@@ -115,7 +115,7 @@ void SaveModel(const LanguageModel& model, const std::filesystem::path& folder) 
 LanguageModel LoadModel(const std::filesystem::path& folder) {
   const std::filesystem::path path = folder / "config.json";
   std::ifstream file(path);
-  if (!file) throw Error(path.string() + ": cannot be read");
+  if (!file || std::filesystem::is_directory(path)) throw Error(path.string() + ": cannot be read");
   const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   ModelConfig config;
   try {

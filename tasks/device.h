@@ -12,10 +12,10 @@ namespace fenwick::tasks {
 // "cpu", "cuda" or "cuda:N". Throws Error when the machine has no such device.
 inline torch::Device DeviceOf(const std::string& name) {
   if (name == "cpu") return torch::kCPU;
-  const bool numbered = name.starts_with("cuda:") && name.size() > 5 &&
+  const bool numbered = name.starts_with("cuda:") && name.size() > 5 && name.size() <= 9 &&
                         name.find_first_not_of("0123456789", 5) == std::string::npos;
   if (name != "cuda" && !numbered) {
-    throw Error("--device: expected cpu or cuda, got " + name);
+    throw Error("--device: expected cpu, cuda or cuda:N, got " + name);
   }
   const int index = numbered ? std::stoi(name.substr(5)) : 0;
   if (!torch::cuda::is_available() || index >= static_cast<int>(torch::cuda::device_count())) {

@@ -10,9 +10,15 @@
 namespace fenwick::tasks {
 
 std::string ReadFile(const std::filesystem::path& path) {
-  if (!std::filesystem::exists(path)) throw Error(path.string() + ": no such file");
-  if (std::filesystem::is_directory(path)) {
-    throw Error(path.string() + ": expected a file, got a folder");
+  std::error_code error;
+  const std::filesystem::file_status status = std::filesystem::status(path, error);
+  if (status.type() == std::filesystem::file_type::not_found) {
+    throw Error(path.string() + ": no such file");
+  }
+  if (error) throw Error(path.string() + ": " + error.message());
+  if (!std::filesystem::is_regular_file(status)) {
+    throw Error(path.string() + ": expected a file, got " +
+                (std::filesystem::is_directory(status) ? "a folder" : "a device or a pipe"));
   }
   std::ifstream file(path, std::ios::binary);
   std::string bytes(std::filesystem::file_size(path), '\0');

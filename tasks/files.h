@@ -4,6 +4,9 @@
 #include <filesystem>
 #include <string>
 #include <string_view>
+#include <system_error>
+
+#include "fenwick/error.h"
 
 namespace fenwick::tasks {
 
@@ -20,7 +23,9 @@ void ReplaceFile(const std::filesystem::path& path, Write&& write) {
   temporary += ".tmp";
   try {
     write(temporary);
-    std::filesystem::rename(temporary, path);
+    std::error_code error;
+    std::filesystem::rename(temporary, path, error);
+    if (error) throw Error(path.string() + ": cannot be written: " + error.message());
   } catch (...) {
     std::error_code ignored;
     std::filesystem::remove(temporary, ignored);

@@ -20,7 +20,9 @@ json RunFolder::ReadConfig() const {
 }
 
 void RunFolder::WriteConfig(const json& contents) const {
-  std::filesystem::create_directories(path);
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) throw Error(path.string() + ": cannot be made: " + error.message());
   WriteFileAtomically(config(), contents.dump(2) + "\n");
 }
 
@@ -29,7 +31,7 @@ Metrics::Metrics(std::filesystem::path path, std::int64_t last_step) : path_(std
   std::istringstream lines(ReadFile(path_));
   for (std::string line; std::getline(lines, line);) {
     json record = json::parse(line, nullptr, false);
-    if (record.is_discarded() || !record.contains("step")) {
+    if (!record.is_object() || !record.contains("step") || !record["step"].is_number_integer()) {
       throw Error(path_.string() + ": not the metrics of a fenwick run");
     }
     if (record["step"].get<std::int64_t>() <= last_step) records_.push_back(std::move(record));

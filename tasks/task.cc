@@ -116,7 +116,16 @@ class TextTask : public Task {
         length_(options.length),
         batch_(options.batch),
         eval_rows_(options.eval_rows),
-        seed_(static_cast<std::uint64_t>(options.seed)) {}
+        seed_(static_cast<std::uint64_t>(options.seed)) {
+    // Now, not when a run of hours comes to its evaluation.
+    const auto require = [&](const char* what, std::size_t size) {
+      if (static_cast<std::int64_t>(size) > length_) return;
+      throw Error(std::string(what) + ": expected more than --length " + std::to_string(length_) +
+                  " bytes, got " + std::to_string(size));
+    };
+    if (options.held_out < 1) require("text to train on", corpus_.train.size());
+    require("held-out text (see --held-out)", corpus_.held_out.size());
+  }
 
   Batch TrainBatch(std::int64_t step) const override {
     Rng rng(seed_, Stream::kTrain, static_cast<std::uint64_t>(step));
@@ -127,10 +136,6 @@ class TextTask : public Task {
   json Evaluate(models::LanguageModel& model) const override {
     const auto size = static_cast<std::int64_t>(corpus_.held_out.size());
     const std::int64_t windows = std::min(eval_rows_, (size - 1) / length_);
-    if (windows < 1) {
-      throw Error("held-out text: expected at least " + std::to_string(length_ + 1) +
-                  " bytes, got " + std::to_string(size));
-    }
     Score score;
     for (std::int64_t done = 0; done < windows; done += batch_) {
       const std::int64_t rows = std::min(batch_, windows - done);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <system_error>
 #include <tuple>
 
 #include "fenwick/error.h"
@@ -31,15 +32,18 @@ std::vector<Source> ListSources(const TextConfig& config) {
   std::vector<Source> sources;
   for (const std::string& given : config.paths) {
     const fs::path root(given);
-    if (!fs::exists(root)) throw Error(given + ": no such file or folder");
-    if (!fs::is_directory(root)) {
+    std::error_code error;
+    if (!fs::exists(root, error)) {
+      throw Error(given + ": " + (error ? error.message() : "no such file or folder"));
+    }
+    if (!fs::is_directory(root, error)) {
       const std::string name = root.filename().string();
       sources.push_back({Hash(name), name, root, true});
       continue;
     }
     for (const auto& entry :
          fs::recursive_directory_iterator(root, fs::directory_options::skip_permission_denied)) {
-      if (!entry.is_regular_file()) continue;
+      if (!entry.is_regular_file(error)) continue;  // nor links that lead nowhere
       const std::string extension = entry.path().extension().string();
       if (!config.extensions.empty() &&
           std::find(config.extensions.begin(), config.extensions.end(), extension) ==

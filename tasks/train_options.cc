@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <sstream>
+#include <type_traits>
 
 #include "fenwick/error.h"
 #include "fenwick/partition.h"
@@ -19,17 +21,31 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TrainOptions, task, model, dim, 
 
 namespace {
 
+std::string Text(std::int64_t value) { return std::to_string(value); }
+
+std::string Text(double value) {  // JSON has no nan and no inf
+  std::ostringstream text;
+  text << value;
+  return text.str();
+}
+
 template <typename T>
 void RequireAtLeast(const char* option, T value, T least) {
-  if (value >= least) return;
-  throw Error(std::string(option) + ": expected at least " + json(least).dump() + ", got " +
-              json(value).dump());
+  if (value >= least && std::isfinite(static_cast<double>(value))) return;
+  const char* finite = std::is_floating_point_v<T> ? "a finite number of " : "";
+  throw Error(std::string(option) + ": expected " + finite + "at least " + Text(least) + ", got " +
+              Text(value));
 }
 
 void RequireBetween(const char* option, double value, double low, double high) {
   if (value >= low && value <= high) return;
-  throw Error(std::string(option) + ": expected " + json(low).dump() + " to " + json(high).dump() +
-              ", got " + json(value).dump());
+  throw Error(std::string(option) + ": expected " + Text(low) + " to " + Text(high) + ", got " +
+              Text(value));
+}
+
+void RequireBelowOne(const char* option, double value) {
+  if (value >= 0 && value < 1) return;
+  throw Error(std::string(option) + ": expected at least 0 and below 1, got " + Text(value));
 }
 
 std::string OptionName(std::string key) {
@@ -46,7 +62,7 @@ void ValidateOptions(const TrainOptions& options) {
   RequireAtLeast<Int>("--heads", options.heads, 0);
   RequireAtLeast<Int>("--head-dim", options.head_dim, 1);
   RequireAtLeast<Int>("--state", options.state, 1);
-  RequireAtLeast<Int>("--levels", options.levels, 1);
+  RequireBetween("--levels", static_cast<double>(options.levels), 1, 62);
   RequireAtLeast<Int>("--length", options.length, 1);
   RequireAtLeast<Int>("--steps", options.steps, 1);
   RequireAtLeast<Int>("--batch", options.batch, 1);
@@ -58,8 +74,8 @@ void ValidateOptions(const TrainOptions& options) {
   RequireAtLeast("--weight-decay", options.weight_decay, 0.0);
   RequireAtLeast("--clip", options.clip, 0.0);
   RequireBetween("--min-lr", options.min_lr, 0, 1);
-  RequireBetween("--beta1", options.beta1, 0, 1);
-  RequireBetween("--beta2", options.beta2, 0, 1);
+  RequireBelowOne("--beta1", options.beta1);
+  RequireBelowOne("--beta2", options.beta2);
   RequireBetween("--held-out", options.held_out, 0, 0.9);
   if (options.task == "mqar") ValidateMqar(MqarConfigOf(options));
   RequireLevels(ModelConfigOf(options), options.length, "--length");
@@ -69,17 +85,27 @@ void RequireLevels(const models::ModelConfig& model, std::int64_t tokens, const 
   if (model.Levels() == 0 || model.saturate || NumLevels(tokens) <= model.Levels()) return;
   throw Error(std::string(option) + ": " + std::to_string(tokens) + " tokens need " +
               std::to_string(NumLevels(tokens)) + " levels, the model has " +
-              std::to_string(model.Levels()) + " (--saturate lets the last one absorb the rest)");
+              std::to_string(model.Levels()) +
+              " (with `train --saturate` the last one absorbs the rest)");
 }
 
 json OptionsToJson(const TrainOptions& options) { return options; }
 
-TrainOptions OptionsFromJson(const json& stored) {
-  try {
-    return stored.get<TrainOptions>();
-  } catch (const json::exception& error) {
-    throw Error(std::string("fenwick_run: ") + error.what());
+TrainOptions OptionsFromJson(const json& stored, const std::string& where) {
+  if (!stored.is_object()) throw Error(where + ": fenwick_run: expected an object");
+  const json known = TrainOptions();
+  for (const auto& [key, value] : stored.items()) {
+    if (!known.contains(key)) {
+      throw Error(where + ": fenwick_run: " + key + " is not known to this version of fenwick");
+    }
+    try {
+      static_cast<void>(json{{key, value}}.get<TrainOptions>());
+    } catch (const json::exception&) {
+      throw Error(where + ": fenwick_run: " + key + ": expected a value like " + known[key].dump() +
+                  ", got " + value.dump());
+    }
   }
+  return stored.get<TrainOptions>();
 }
 
 void RequireSame(const TrainOptions& stored, const TrainOptions& given, const std::string& where) {

@@ -60,8 +60,9 @@ void ValidateOptions(const TrainOptions& options);
 void RequireLevels(const models::ModelConfig& model, std::int64_t tokens, const char* option);
 
 nlohmann::json OptionsToJson(const TrainOptions& options);
-// Absent keys keep their defaults. Throws Error on a value of the wrong type.
-TrainOptions OptionsFromJson(const nlohmann::json& json);
+// Absent keys keep their defaults. Throws Error that names the file `where` and the key on a value
+// of the wrong type and on a key that is not known, such as a later version's.
+TrainOptions OptionsFromJson(const nlohmann::json& stored, const std::string& where);
 
 // Throws Error that names the first option in which `given` differs from `stored`.
 void RequireSame(const TrainOptions& stored, const TrainOptions& given, const std::string& where);

@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -150,8 +151,13 @@ class Run {
   void Restore() {
     if (!std::filesystem::exists(folder_.training())) return;
     const models::SafetensorsFile file = models::LoadSafetensors(folder_.training());
-    const auto step = file.metadata.find(kStepKey);
-    if (step == file.metadata.end()) {
+    const auto metadata = file.metadata.find(kStepKey);
+    std::int64_t step = -1;
+    if (metadata != file.metadata.end()) {
+      const std::string& text = metadata->second;
+      std::from_chars(text.data(), text.data() + text.size(), step);
+    }
+    if (step < 0) {
       throw Error(folder_.training().string() + ": not the training state of a fenwick run");
     }
     try {
@@ -159,7 +165,7 @@ class Run {
     } catch (const Error& error) {
       throw Error(folder_.training().string() + ": " + error.what());
     }
-    step_ = std::stoll(step->second);
+    step_ = step;
   }
 
   const TrainOptions& options_;
@@ -178,7 +184,8 @@ RunResult Train(const TrainOptions& options, const RunControl& control) {
   ValidateOptions(options);
   const RunFolder folder{control.out};
   if (control.resume) {
-    const TrainOptions stored = OptionsFromJson(folder.ReadConfig()["fenwick_run"]);
+    const TrainOptions stored =
+        OptionsFromJson(folder.ReadConfig()["fenwick_run"], folder.config().string());
     RequireSame(stored, options, control.out.string());
   } else if (folder.Exists()) {
     throw Error(control.out.string() + ": holds a run already; pass --resume to go on with it");

@@ -3,10 +3,15 @@
 // Exit status: 0 done; 1 a check or a run failed; 2 a bad option or a missing or foreign file, with
 // one line on standard error that names it.
 #include <CLI/CLI.hpp>
+#include <charconv>
+#include <cmath>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <limits>
 #include <string>
+#include <type_traits>
 
 #include "apps/fenwick/commands.h"
 #include "fenwick/error.h"
@@ -33,6 +38,41 @@ struct Options {
   int threads = 0;
 };
 
+// A whole number of at least `least` that fits. CLI11 takes the nearest that fits, without a word,
+// and its own check for ranges prints the largest double in full.
+CLI::Validator Whole(std::int64_t least = std::numeric_limits<std::int64_t>::min()) {
+  const auto check = [least](const std::string& text) -> std::string {
+    std::int64_t value = 0;
+    const char* end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, value);
+    if (error == std::errc::result_out_of_range) return "expected less than 2^63, got " + text;
+    if (error == std::errc() && stop == end && value >= least) return "";
+    const bool bounded = least != std::numeric_limits<std::int64_t>::min();
+    return "expected a whole number" +
+           (bounded ? " of at least " + std::to_string(least) : std::string()) + ", got " + text;
+  };
+  return {check, ""};
+}
+
+// A finite number of at least 0.
+CLI::Validator NotNegative() {
+  const auto check = [](const std::string& text) -> std::string {
+    double value = 0;
+    const bool number = CLI::detail::lexical_cast(text, value);
+    if (number && std::isfinite(value) && value >= 0) return "";
+    return "expected a finite number of at least 0, got " + text;
+  };
+  return {check, ""};
+}
+
+// An option with the checks of its type.
+template <typename T>
+CLI::Option* AddOption(CLI::App* command, const char* name, T& value, const char* help) {
+  CLI::Option* option = command->add_option(name, value, help);
+  if constexpr (std::is_integral_v<T>) option->check(Whole());
+  return option;
+}
+
 void AddDevice(CLI::App* command, std::string& device) {
   command->add_option("--device", device, "cpu, cuda or cuda:N")->capture_default_str();
 }
@@ -45,7 +85,9 @@ void AddDType(CLI::App* command, std::string& dtype, const char* help) {
 template <typename T>
 CLI::Option* AddList(CLI::App* command, const char* name, std::vector<T>& values,
                      const char* help) {
-  return command->add_option(name, values, help)->delimiter(',')->allow_extra_args(false);
+  CLI::Option* option = command->add_option(name, values, help);
+  if constexpr (std::is_integral_v<T>) option->check(Whole());
+  return option->delimiter(',')->allow_extra_args(false);
 }
 
 CLI::App* AddVerify(CLI::App& app, Options& options) {
@@ -59,9 +101,10 @@ CLI::App* AddVerify(CLI::App& app, Options& options) {
   AddList(command, "--dtype", o.dtypes, "element types to check (default: all)")
       ->check(CLI::IsMember(kDTypes));
   command->add_option("--cases", o.cases, "random shapes for each operator and type")
-      ->check(CLI::PositiveNumber)
+      ->check(Whole(1))
       ->capture_default_str();
-  command->add_option("--seed", o.seed, "of the random shapes (default: a new one, printed)");
+  command->add_option("--seed", o.seed, "of the random shapes (default: a new one, printed)")
+      ->check(Whole(0));
   command->footer(
       "Examples:\n"
       "  fenwick verify\n"
@@ -74,19 +117,22 @@ void AddTrainOptions(CLI::App* command, Options& options) {
   tasks::TrainOptions& o = options.train;
   tasks::RunControl& c = options.control;
   const auto add = [&](const char* name, auto& value, const char* help, const char* group) {
-    return command->add_option(name, value, help)->capture_default_str()->group(group);
+    return AddOption(command, name, value, help)->capture_default_str()->group(group);
   };
   add("--out", c.out, "folder of the run", "Run")->required();
   command->add_flag("--resume", c.resume, "go on with the run in --out")->group("Run");
   add("--device", c.device, "cpu, cuda or cuda:N", "Run");
   add("--dtype", o.dtype, "type of the weights", "Run")->check(CLI::IsMember(kDTypes));
   add("--seed", o.seed, "of the weights and the batches", "Run");
-  add("--log-every", c.log_every, "steps between records in metrics.jsonl", "Run")
-      ->check(CLI::PositiveNumber);
-  add("--eval-every", c.eval_every, "steps between evaluations (0: at the end)", "Run");
-  add("--save-every", c.save_every, "steps between checkpoints (0: at the end)", "Run");
-  add("--stop-at", c.stop_at, "stop behind this step; --resume goes on (0: never)", "Run");
-  add("--max-minutes", c.max_minutes, "stop after this time; --resume goes on (0: never)", "Run");
+  add("--log-every", c.log_every, "steps between records in metrics.jsonl", "Run")->check(Whole(1));
+  add("--eval-every", c.eval_every, "steps between evaluations (0: at the end)", "Run")
+      ->check(Whole(0));
+  add("--save-every", c.save_every, "steps between checkpoints (0: at the end)", "Run")
+      ->check(Whole(0));
+  add("--stop-at", c.stop_at, "stop behind this step; --resume goes on (0: never)", "Run")
+      ->check(Whole(0));
+  add("--max-minutes", c.max_minutes, "stop after this time; --resume goes on (0: never)", "Run")
+      ->check(NotNegative());
   command->add_flag("--quiet", c.quiet, "no progress bar")->group("Run");
 
   add("--model", o.model, "the token mixer", "Model")->check(CLI::IsMember(kModels));
@@ -118,11 +164,11 @@ CLI::App* AddTrain(CLI::App& app, Options& options) {
 
   CLI::App* mqar = train->add_subcommand("mqar", "multi-query associative recall");
   AddTrainOptions(mqar, options);
-  mqar->add_option("--length", o.length, "tokens of a sequence")->capture_default_str();
-  mqar->add_option("--vocab", o.vocab, "tokens to choose from")->capture_default_str();
+  AddOption(mqar, "--length", o.length, "tokens of a sequence")->capture_default_str();
+  AddOption(mqar, "--vocab", o.vocab, "tokens to choose from")->capture_default_str();
   AddList(mqar, "--pairs", o.pairs, "numbers of key-value pairs, in turn over a batch")
       ->capture_default_str();
-  mqar->add_option("--eval-rows", o.eval_rows, "sequences to evaluate for each number of pairs")
+  AddOption(mqar, "--eval-rows", o.eval_rows, "sequences to evaluate for each number of pairs")
       ->capture_default_str();
   mqar->footer(
       "Examples:\n"
@@ -135,10 +181,10 @@ CLI::App* AddTrain(CLI::App& app, Options& options) {
   AddList(text, "--data", o.data, "files and folders");
   AddList(text, "--ext", o.extensions, "take only these endings within folders, e.g. .py");
   text->add_option("--held-out", o.held_out, "fraction kept for evaluation")->capture_default_str();
-  text->add_option("--max-bytes", o.max_bytes, "take no more text than this (0: all)")
+  AddOption(text, "--max-bytes", o.max_bytes, "take no more text than this (0: all)")
       ->capture_default_str();
-  text->add_option("--length", o.length, "bytes of a sequence")->capture_default_str();
-  text->add_option("--eval-rows", o.eval_rows, "windows to evaluate")->capture_default_str();
+  AddOption(text, "--length", o.length, "bytes of a sequence")->capture_default_str();
+  AddOption(text, "--eval-rows", o.eval_rows, "windows to evaluate")->capture_default_str();
   text->footer(
       "Examples:\n"
       "  fenwick train text --data src,docs --out out/text --dim 128 --length 512 --steps 2000\n"
@@ -153,8 +199,9 @@ CLI::App* AddEval(CLI::App& app, Options& options) {
   command->add_option("run", o.run, "folder of the run")->required();
   AddDevice(command, o.device);
   AddDType(command, o.dtype, "type of the weights (default: the run's)");
-  command->add_option("--rows", o.rows, "sequences (default: the run's)");
-  command->add_option("--length", o.length, "tokens of a sequence (default: the run's)");
+  command->add_option("--rows", o.rows, "sequences (default: the run's)")->check(Whole(1));
+  command->add_option("--length", o.length, "tokens of a sequence (default: the run's)")
+      ->check(Whole(1));
   AddList(command, "--data", o.data, "text: files and folders to evaluate on instead");
   command->add_flag("--json", o.json, "print one JSON object");
   command->footer(
@@ -172,15 +219,15 @@ CLI::App* AddGenerate(CLI::App& app, Options& options) {
   command->add_option("--prompt-file", o.prompt_file, "file whose text to continue")
       ->excludes(prompt);
   command->add_option("--tokens", o.tokens, "bytes to generate")
-      ->check(CLI::NonNegativeNumber)
+      ->check(Whole(0))
       ->capture_default_str();
   command->add_option("--temperature", o.sampling.temperature, "0: always the likeliest byte")
       ->capture_default_str();
-  command->add_option("--top-k", o.sampling.top_k, "choose among the k likeliest (0: all)")
+  AddOption(command, "--top-k", o.sampling.top_k, "choose among the k likeliest (0: all)")
       ->capture_default_str();
   command->add_option("--top-p", o.sampling.top_p, "choose among the likeliest of this probability")
       ->capture_default_str();
-  command->add_option("--seed", o.sampling.seed, "of the choices")->capture_default_str();
+  AddOption(command, "--seed", o.sampling.seed, "of the choices")->capture_default_str();
   AddDevice(command, o.device);
   AddDType(command, o.dtype, "type of the weights (default: the run's)");
   command->footer(
@@ -195,7 +242,7 @@ CLI::App* AddBench(CLI::App& app, Options& options) {
   CLI::App* command =
       app.add_subcommand("bench", "time the operators: forward, backward and decoding");
   const auto add = [&](const char* name, auto& value, const char* help) {
-    return command->add_option(name, value, help)->capture_default_str();
+    return AddOption(command, name, value, help)->capture_default_str();
   };
   add("what", o.what, "forward (and backward), decode, or all")
       ->check(CLI::IsMember({"forward", "decode", "all"}));
@@ -204,12 +251,12 @@ CLI::App* AddBench(CLI::App& app, Options& options) {
       ->capture_default_str();
   AddList(command, "--lengths", o.lengths, "T of forward and backward")->capture_default_str();
   AddList(command, "--contexts", o.contexts, "tokens seen before decoding")->capture_default_str();
-  add("--batch", o.batch, "B")->check(CLI::PositiveNumber);
-  add("--heads", o.heads, "H")->check(CLI::PositiveNumber);
-  add("--groups", o.groups, "G")->check(CLI::PositiveNumber);
-  add("--key-size", o.key_size, "K")->check(CLI::PositiveNumber);
-  add("--value-size", o.value_size, "V")->check(CLI::PositiveNumber);
-  add("--seconds", o.seconds, "time to spend on each figure");
+  add("--batch", o.batch, "B")->check(Whole(1));
+  add("--heads", o.heads, "H")->check(Whole(1));
+  add("--groups", o.groups, "G")->check(Whole(1));
+  add("--key-size", o.key_size, "K")->check(Whole(1));
+  add("--value-size", o.value_size, "V")->check(Whole(1));
+  add("--seconds", o.seconds, "time to spend on each figure")->check(NotNegative());
   add("--seed", o.seed, "of the inputs");
   AddDevice(command, o.device);
   AddDType(command, o.dtype, "storage type");
@@ -227,7 +274,8 @@ CLI::App* AddBench(CLI::App& app, Options& options) {
 void ReadStoredOptions(CLI::App& app, int argc, char** argv, Options& options) {
   const tasks::RunFolder folder{options.control.out};
   const std::string task = options.train.task;
-  options.train = tasks::OptionsFromJson(folder.ReadConfig()["fenwick_run"]);
+  options.train =
+      tasks::OptionsFromJson(folder.ReadConfig()["fenwick_run"], folder.config().string());
   if (options.train.task != task) {
     throw Error(options.control.out.string() + ": holds a run of `train " + options.train.task +
                 "`, not of `train " + task + "`");
@@ -241,8 +289,7 @@ int Run(int argc, char** argv) {
   app.set_version_flag("--version", std::string("fenwick ") + FENWICK_VERSION);
   app.require_subcommand(1);
   app.fallthrough();
-  app.add_option("--threads", options.threads, "CPU threads (default: all cores)")
-      ->check(CLI::NonNegativeNumber);
+  app.add_option("--threads", options.threads, "CPU threads (default: all cores)")->check(Whole(0));
   app.footer(
       "Examples:\n"
       "  fenwick verify tests/golden/*.safetensors\n"

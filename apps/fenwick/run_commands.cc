@@ -50,9 +50,11 @@ tasks::TrainOptions OptionsOfModel(const std::string& path, const json& config,
 Loaded LoadRun(const std::string& path, const std::string& device, const std::string& dtype) {
   Loaded run;
   run.model = models::LoadModel(path);
-  const json config = models::ParseJson(tasks::ReadFile(tasks::RunFolder{path}.config()));
-  run.options = config.contains("fenwick_run") ? tasks::OptionsFromJson(config["fenwick_run"])
-                                               : OptionsOfModel(path, config, run.model->config());
+  const std::filesystem::path file = tasks::RunFolder{path}.config();
+  const json config = models::ParseJson(tasks::ReadFile(file));
+  run.options = config.contains("fenwick_run")
+                    ? tasks::OptionsFromJson(config["fenwick_run"], file.string())
+                    : OptionsOfModel(path, config, run.model->config());
   run.model->to(tasks::DeviceOf(device), tasks::DTypeOf(dtype.empty() ? run.options.dtype : dtype));
   run.model->eval();
   return run;
@@ -124,7 +126,14 @@ int RunInfo(const InfoOptions& options) {
     return 0;
   }
   const tasks::RunFolder folder{options.path};
-  const json config = models::ParseJson(tasks::ReadFile(folder.config()));
+  const std::string text = tasks::ReadFile(folder.config());
+  json config;
+  try {
+    config = models::ParseJson(text);
+    if (!config.is_object()) throw Error("expected a JSON object");
+  } catch (const Error& error) {
+    throw Error(folder.config().string() + ": " + error.what());
+  }
   std::printf("%s\n", config.value("fenwick_run", config).dump(2).c_str());
   if (std::filesystem::exists(folder.model())) {
     std::printf("parameters: %lld\n",

@@ -85,6 +85,30 @@ def test_help(command):
         ("train mqar --out {tmp}/x --no-such-option 3", "--no-such-option"),
         ("train mqar --out {tmp}/x --lr fast", "fast"),
         ("train mqar --out {tmp}/x --lr -1", "--lr"),
+        (
+            "train mqar --out {tmp}/x --lr nan",
+            "--lr: expected a finite number of at least 0, got nan",
+        ),
+        (
+            "train mqar --out {tmp}/x --lr inf",
+            "--lr: expected a finite number of at least 0, got inf",
+        ),
+        ("train mqar --out {tmp}/x --beta2 1", "--beta2: expected at least 0 and below 1, got 1"),
+        ("train mqar --out {tmp}/x --levels 63", "--levels: expected 1 to 62, got 63"),
+        (
+            "train mqar --out {tmp}/x --steps 99999999999999999999",
+            "--steps: expected less than 2^63",
+        ),
+        (
+            "train mqar --out {tmp}/x --log-every 0",
+            "--log-every: expected a whole number of at least 1",
+        ),
+        ("train mqar --out {tmp}/x --save-every -1", "--save-every"),
+        ("train mqar --out {tmp}/x --stop-at -1", "--stop-at"),
+        ("train mqar --out {tmp}/x --max-minutes nan", "--max-minutes"),
+        ("train mqar --out {tmp}/x --device cuda:99999999999999999999", "--device"),
+        ("train mqar --out {tmp}/foreign", "{tmp}/foreign"),
+        ("train mqar --out {tmp}/foreign/x", "{tmp}/foreign/x"),
         ("train mqar --out {tmp}/x --model rnn", "--model"),
         ("train mqar --out {tmp}/x --dtype int8", "--dtype"),
         ("train mqar --out {tmp}/x --device tpu", "--device"),
@@ -94,24 +118,45 @@ def test_help(command):
         ("train mqar", "--out"),
         ("train text --out {tmp}/x", "--data"),
         ("train text --out {tmp}/x --data {tmp}/nothing", "{tmp}/nothing"),
+        ("train text --out {tmp}/x --data /dev/zero", "/dev/zero: expected a file"),
+        ("train text --out {tmp}/x --data {tmp}/pipe", "{tmp}/pipe: expected a file"),
+        ("train text --out {tmp}/x --data {tmp}/empty", "{tmp}/empty: no text found"),
+        ("train text --out {tmp}/x --data {tmp}/words --length 512", "text to train on"),
+        ("train text --out {tmp}/x --data {tmp}/words --held-out 0", "--held-out"),
         ("eval {tmp}/nothing", "{tmp}/nothing"),
         ("eval {tmp}", "{tmp}/config.json"),
+        ("eval {tmp} --rows -1", "--rows"),
+        ("eval {tmp} --length 0", "--length"),
+        ("info {tmp}/array", "{tmp}/array/config.json"),
+        ("eval {tmp}/folder", "{tmp}/folder/config.json"),
         ("generate {tmp}/nothing", "{tmp}/nothing"),
         ("info {tmp}/nothing.safetensors", "{tmp}/nothing.safetensors"),
         ("verify {tmp}/nothing.safetensors", "{tmp}/nothing.safetensors"),
         ("verify {tmp}/foreign", "{tmp}/foreign"),
         ("verify {tmp}/other.safetensors", "{tmp}/other.safetensors"),
         ("verify --device tpu", "--device"),
+        ("verify --cases 0", "--cases"),
+        ("verify --seed -2", "--seed"),
         ("bench --lengths 0", "--lengths"),
+        ("bench --seconds -1", "--seconds"),
     ],
 )
 def test_bad_calls_name_the_thing_in_one_line(tmp_path, arguments, named):
     (tmp_path / "foreign").write_text("not a safetensors file")
     save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "words").write_text("word " * 80)
+    (tmp_path / "array").mkdir()
+    (tmp_path / "array/config.json").write_text("[1]")
+    (tmp_path / "folder/config.json").mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/loop").symlink_to("loop")
+    (tmp_path / "empty/a").write_text("")
     result = run(arguments.format(tmp=tmp_path))
     message = result.stderr.decode()
     assert result.returncode == 2, message
     assert message.count("\n") == 1, message
+    assert len(message) < 200 + 2 * len(str(tmp_path)), message
     assert named.format(tmp=tmp_path) in message
     assert not (tmp_path / "x").exists()
 
@@ -165,6 +210,29 @@ def test_resume_refuses_other_options_and_a_second_start(tmp_path):
     result = run(["train", "mqar", "--out", out, "--resume"])
     assert result.returncode == 2
     assert "training.safetensors" in result.stderr.decode()
+
+
+def test_a_changed_run_folder_is_named(tmp_path):
+    out = tmp_path / "run"
+    train("mqar", out, f"{MQAR} --stop-at 2")
+    config = json.loads((out / "config.json").read_text())
+    metrics = (out / "metrics.jsonl").read_text()
+
+    def failure():
+        result = run(["train", "mqar", "--out", out, "--resume", "--quiet"])
+        message = result.stderr.decode()
+        assert result.returncode == 2 and message.count("\n") == 1, message
+        return message
+
+    for key, value in [("dim", "wide"), ("pairs", 3), ("lr", None), ("of_a_later_version", 1)]:
+        changed = {**config, "fenwick_run": {**config["fenwick_run"], key: value}}
+        (out / "config.json").write_text(json.dumps(changed))
+        assert f"{out}/config.json: fenwick_run: {key}" in failure()
+    (out / "config.json").write_text(json.dumps({**config, "fenwick_run": None}))
+    assert f"{out}/config.json: fenwick_run" in failure()
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "metrics.jsonl").write_text(metrics + '{"step": "two"}\n')
+    assert f"{out}/metrics.jsonl" in failure()
 
 
 def test_interrupted_run_saves_what_it_has(tmp_path):
