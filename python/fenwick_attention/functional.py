@@ -14,7 +14,7 @@ torch has the first two for no operator that is registered from outside. Use
 from __future__ import annotations
 
 import operator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -212,7 +212,7 @@ def chunk_log_linear_attn(
     )
 
 
-def _require_tensors(named: dict[str, object]) -> None:
+def _require_tensors(named: dict[str, Any]) -> None:
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
@@ -242,7 +242,7 @@ def _prepare(
     """Argument conventions of Python: autocast, float32 gates, optional scale, policy names."""
     if level_policy not in ("error", "saturate"):
         raise ValueError(f"level_policy: expected 'error' or 'saturate', got {level_policy!r}")
-    named = {"q": q, "k": k, "v": v, "g": g, "level_scales": level_scales}
+    named: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "level_scales": level_scales}
     if name == "log_linear_gated_delta_rule":
         named["beta"] = beta
     _require_tensors(named)

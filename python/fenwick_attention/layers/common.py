@@ -81,7 +81,7 @@ def causal_conv1d(
     if weight.dtype != x.dtype:
         weight = weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
-    if in_place:
+    if in_place and state is not None:
         y = torch.ops.fenwick.causal_conv1d_step(x, weight, bias, state)
         _ops.mark_written(state)
         return y, state
