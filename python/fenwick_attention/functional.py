@@ -51,7 +51,7 @@ def log_linear_attention(
     scale: float | None = 1.0,
     level_policy: LevelPolicy = "error",
 ) -> tuple[Tensor, LogLinearState | None]:
-    """Log-linear attention with a scalar gate (Mamba-2; SPEC operator 1, paper section 3.2).
+    """Log-linear attention with a scalar gate (Mamba-2; paper section 3.2).
 
     ``o[t] = sum_{s<=t} level_scales[t, level(t,s)] exp(g[s+1]+...+g[t]) scale (q[t].k[s]) v[s]``
     with ``level(t, s) = bit_width(t xor s)``. Costs O(T log T); differentiable with respect to
@@ -109,7 +109,7 @@ def log_linear_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     level_policy: LevelPolicy = "error",
 ) -> tuple[Tensor, LogLinearState | None]:
-    """Log-linear gated delta rule (Gated DeltaNet; SPEC operator 2, paper section 3.3).
+    """Log-linear gated delta rule (Gated DeltaNet; paper section 3.3).
 
     As :func:`log_linear_attention`, with the transition ``exp(g[t]) (I - beta[t] k[t] k[t]^T)`` in
     place of the scalar decay and writes ``beta[t] k[t] v[t]^T``.

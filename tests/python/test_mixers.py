@@ -213,3 +213,23 @@ def test_forward_mode_derivatives_raise(kind):
     x = torch.randn(1, 4, 32).double()
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda x: layer(x)[0], (x,), (x,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_past_the_levels_leaves_the_cache_as_it_was(kind):
+    layer, cache = make(kind), Cache()
+    most = 2 ** (layer.max_num_levels - 1)
+    x = torch.randn(2, 20, 32).double()
+    with torch.no_grad():
+        layer(x, past_key_values=cache, use_cache=True)
+        state = cache[0].recurrent
+        state.max_position = most  # a bound: the step below is within the levels
+        layer(x[:, :1], past_key_values=cache, use_cache=True)
+        for t in (state.position, state.base):
+            t += most - 64  # base stays a multiple of 64
+        state.max_position = int(state.position.max())
+        before = copy.deepcopy(cache)
+        with pytest.raises(ValueError, match="max_num_levels: expected at least 16 for"):
+            layer(x.repeat(1, 3, 1), past_key_values=cache, use_cache=True)
+        assert torch.equal(cache[0].conv[0], before[0].conv[0])
+        assert cache.get_seq_length() == before.get_seq_length()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fenwick_attention import _ops
 from fenwick_attention.cache import LayerState, require_cache
+from fenwick_attention.functional import LevelPolicy, num_levels
 from fenwick_attention.state import STATE_CHUNK, LogLinearState
 
 MAX_LEVELS = 15  # the peers' default: 16,384 tokens
@@ -162,6 +163,8 @@ class Mixer(Float32Parameters):
     """The walk of a call that both mixers share; a subclass computes ``_mix``."""
 
     layer_idx: int | None = None
+    max_num_levels: int
+    level_policy: LevelPolicy
 
     def forward(
         self,
@@ -194,7 +197,7 @@ class Mixer(Float32Parameters):
 
         Raises:
             ValueError: a mask of another shape or with other values; another class of cache; a
-                cache and no ``layer_idx``.
+                cache and no ``layer_idx``; a step past the levels (the cache stays as it was).
         """
         _ops.load()
         packing = None
@@ -221,14 +224,28 @@ class Mixer(Float32Parameters):
         """Output ``[B, T, hidden_size]`` and, with ``use_cache``, the state after ``x``."""
         raise NotImplementedError
 
-    @staticmethod
     def _stepping_state(
-        x: Tensor, last: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
+        self, x: Tensor, last: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> LogLinearState | None:
-        """The state, where the decode kernel may update it in place."""
+        """The state, where the decode kernel may update it in place. Raises before the convolution
+        is stepped where the kernel would raise behind it."""
         if last is None or not use_cache or cu_seqlens is not None or torch.is_grad_enabled():
             return None
-        return last.recurrent if 1 <= x.shape[1] <= STATE_CHUNK else None
+        state, tokens = last.recurrent, x.shape[1]
+        if not 1 <= tokens <= STATE_CHUNK:
+            return None
+        most = 2 ** (self.max_num_levels - 1)
+        if self.level_policy == "error" and state.max_position + tokens > most:
+            longest = state.max_position  # a bound; the kernels on the CPU read the positions
+            if state.position.device.type == "cpu":
+                longest = int(state.position.max())
+            if longest + tokens > most:
+                raise ValueError(
+                    f"max_num_levels: expected at least {num_levels(longest + tokens)} for "
+                    f"{longest + tokens} tokens (or level_policy saturate), got "
+                    f"{self.max_num_levels}"
+                )
+        return state
 
 
 def mark_no_weight_decay(module: nn.Module, names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The log-linear Gated DeltaNet mixer (SPEC "Layers"; paper section 3.3)."""
+"""The log-linear Gated DeltaNet mixer (paper section 3.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log-linear Mamba-2 mixer (SPEC "Layers"; paper section 3.2)."""
+"""The log-linear Mamba-2 mixer (paper section 3.2)."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class LogLinearMamba2(Mixer):
         )
         if conv_init is not None:
             nn.init.uniform_(self.conv1d.weight, -conv_init, conv_init)
-        # z, xBC, dt, dl of SPEC "Layers", in this order.
+        # z, xBC, dt, dl, in this order.
         self.projections = [d_inner, conv_dim, num_heads, num_heads * max_num_levels]
         self.in_proj = nn.Linear(hidden_size, sum(self.projections), bias=use_bias)
         self.dt_bias = nn.Parameter(

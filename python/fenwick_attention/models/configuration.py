@@ -15,7 +15,7 @@ from fenwick_attention.layers.common import MAX_LEVELS, require_positive
 
 
 def swiglu_size(hidden_size: int, hidden_ratio: float | None = None) -> int:
-    """Intermediate size of the MLP: ``ceil((8/3 d) / 256) * 256`` (SPEC "Layers"); the 8/3 is two
+    """Intermediate size of the MLP: ``ceil((8/3 d) / 256) * 256``; the 8/3 is two
     thirds of ``hidden_ratio``, 4 by default."""
     return -(-int(hidden_size * (hidden_ratio or 4) * 2 / 3) // 256) * 256
 

@@ -1,4 +1,4 @@
-"""Hugging Face models: embedding, blocks of mixer and SwiGLU, norm, head (SPEC "Layers").
+"""Hugging Face models: embedding, blocks of mixer and SwiGLU, norm, head.
 
 Both models are one code path; what differs is the mixer and the peers' parameter names
 (``backbone.layers.N.mixer`` for Mamba-2, ``model.layers.N.attn`` for Gated DeltaNet).
