@@ -165,6 +165,10 @@ at::Tensor RunStep(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   call.Add(state.position).Add(state.base).Add(state.max_position);
   call.Add(options.scale).Add(options.saturate);
   at::Tensor o = call.Run()[0];
+  for (const at::Tensor& part :
+       {state.k, state.v, state.g, state.beta, state.nodes, state.position, state.base}) {
+    MarkWritten(part);
+  }
   state.max_position += tokens;
   return o;
 }

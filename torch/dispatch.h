@@ -22,6 +22,12 @@ inline at::Tensor OrUndefined(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
 }
 
+// Tells autograd that an operator wrote to a tensor, so that a backward pass which saved it throws
+// instead of reading the new values.
+inline void MarkWritten(const at::Tensor& tensor) {
+  if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 // Arguments of a call, in schema order.
 class Call {
  public:

@@ -114,7 +114,9 @@ at::Tensor CausalConv1dStep(const at::Tensor& x, const at::Tensor& weight, const
                             at::Tensor& state, bool silu) {
   const at::NoGradGuard no_grad;
   Call call("causal_conv1d_step");
-  return call.Add(x).Add(weight).AddOptional(bias).Add(state).Add(silu).Run()[0];
+  at::Tensor y = call.Add(x).Add(weight).AddOptional(bias).Add(state).Add(silu).Run()[0];
+  MarkWritten(state);
+  return y;
 }
 
 at::Tensor GatedRmsNorm(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& weight,

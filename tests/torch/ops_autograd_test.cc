@@ -208,6 +208,14 @@ TEST_P(OpsAutogradAttention, StepsGrowTheStateAndEqualOneCall) {
   ExpectClose({Step(rows, swapped)}, {expected.narrow(1, 100, 1).flip(0)});
 }
 
+TEST_P(OpsAutogradAttention, ABackwardPassNoticesThatAStepWroteItsState) {
+  const std::vector<at::Tensor> inputs = Inputs();
+  State state = WithState(Slice(Inputs(), 0, 100), Empty()).state.Clone();
+  const at::Tensor o = WithState(Slice(inputs, 100, 130), state).o;
+  Step(Slice(Inputs(), 130, 131), state);
+  EXPECT_THROW(Gradients({o}, inputs, {at::ones_like(o)}), c10::Error);
+}
+
 INSTANTIATE_TEST_SUITE_P(Transitions, OpsAutogradAttention,
                          ::testing::Values(fenwick::Transition::kScalarGate,
                                            fenwick::Transition::kGatedDelta));

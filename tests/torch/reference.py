@@ -1,4 +1,4 @@
-"""The recurrences of SPEC.md in plain PyTorch: slow, differentiable, and independent of the C++
+"""The recurrences in plain PyTorch: slow, differentiable, and independent of the C++
 reference. Also the layers, from torch's own functions."""
 
 import torch
