@@ -7,6 +7,8 @@
 #include <type_traits>
 
 #include "fenwick/error.h"
+#include "fenwick/layers.h"
+#include "fenwick/ops.h"
 
 namespace fenwick::models {
 namespace {
@@ -199,6 +201,14 @@ void ModelConfig::Validate() const {
   if (Heads() % Groups() != 0) {
     Reject(IsMamba(mixer) ? "n_groups" : "num_heads", "a divisor of the number of heads",
            std::to_string(Groups()) + " for " + std::to_string(Heads()) + " heads");
+  }
+  if (mixer != MixerKind::kAttention) {
+    const auto head_size = [](const char* key, std::int64_t size) {
+      if (size < 1 || size > kMaxHeadSize) Reject(key, "1 to 512", std::to_string(size));
+    };
+    head_size(IsMamba(mixer) ? "state_size" : "head_dim", KeySize());
+    head_size(IsMamba(mixer) ? "head_dim" : "expand_v * head_dim", ValueSize());
+    if (conv_kernel > kMaxConvWidth) Reject("conv_kernel", "1 to 32", std::to_string(conv_kernel));
   }
   if (IsMamba(mixer) && InnerSize() != Expanded(*this)) {
     Reject("num_heads",

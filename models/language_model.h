@@ -1,6 +1,6 @@
 // Decoder-only language model: embedding, blocks, RMSNorm, head.
 //
-//   block:  x = x + mixer(RMSNorm(x));   x = x + SwiGLU(RMSNorm(x))           (SPEC.md "Layers")
+//   block:  x = x + mixer(RMSNorm(x));   x = x + SwiGLU(RMSNorm(x))
 //
 // Parameter names are the peers', so that checkpoints load by name: Mamba-2 and its log-linear
 // version as `backbone.layers.N.mixer...`, the others as `model.layers.N.attn...`.

@@ -38,18 +38,26 @@ struct Options {
   int threads = 0;
 };
 
-// A whole number of at least `least` that fits. CLI11 takes the nearest that fits, without a word,
-// and its own check for ranges prints the largest double in full.
-CLI::Validator Whole(std::int64_t least = std::numeric_limits<std::int64_t>::min()) {
-  const auto check = [least](const std::string& text) -> std::string {
+constexpr std::int64_t kMaxThreads = 1024;  // far above this OpenMP ends the program
+
+// A whole number within limits. CLI11 takes the nearest that fits its type, without a word, and its
+// own check for ranges prints the largest double in full.
+CLI::Validator Whole(std::int64_t least = std::numeric_limits<std::int64_t>::min(),
+                     std::int64_t most = std::numeric_limits<std::int64_t>::max()) {
+  const auto check = [least, most](const std::string& text) -> std::string {
     std::int64_t value = 0;
     const char* end = text.data() + text.size();
     const auto [stop, error] = std::from_chars(text.data(), end, value);
     if (error == std::errc::result_out_of_range) return "expected less than 2^63, got " + text;
-    if (error == std::errc() && stop == end && value >= least) return "";
-    const bool bounded = least != std::numeric_limits<std::int64_t>::min();
-    return "expected a whole number" +
-           (bounded ? " of at least " + std::to_string(least) : std::string()) + ", got " + text;
+    if (error == std::errc() && stop == end && value >= least && value <= most) return "";
+    std::string expected = "expected a whole number";
+    if (least != std::numeric_limits<std::int64_t>::min()) {
+      expected += " of at least " + std::to_string(least);
+    }
+    if (most != std::numeric_limits<std::int64_t>::max()) {
+      expected += " and at most " + std::to_string(most);
+    }
+    return expected + ", got " + text;
   };
   return {check, ""};
 }
@@ -289,7 +297,8 @@ int Run(int argc, char** argv) {
   app.set_version_flag("--version", std::string("fenwick ") + FENWICK_VERSION);
   app.require_subcommand(1);
   app.fallthrough();
-  app.add_option("--threads", options.threads, "CPU threads (default: all cores)")->check(Whole(0));
+  app.add_option("--threads", options.threads, "CPU threads (default: all cores)")
+      ->check(Whole(0, kMaxThreads));
   app.footer(
       "Examples:\n"
       "  fenwick verify tests/golden/*.safetensors\n"

@@ -30,12 +30,13 @@ class HostState {
   explicit HostState(const StateSpec& spec);
 
   const StateSpec& spec() const { return spec_; }
-  std::int64_t position(std::int64_t sequence) const { return position_[sequence]; }
-  std::int64_t base(std::int64_t sequence) const { return base_[sequence]; }
+  std::int64_t position(std::int64_t sequence) const;  // throws Error on a sequence not in 0..N-1
+  std::int64_t base(std::int64_t sequence) const;      // the same
   std::int64_t max_position() const;
   std::size_t bytes() const;  // memory held
 
-  // Views for ops.h. Growing (Reserve) invalidates them.
+  // Views for ops.h into this object's memory: growing (Reserve), assigning to and destroying it
+  // invalidate them. max_position is a copy: take a new view after a step.
   StateView View();
   // Makes room so that `tokens` more tokens can be appended to every sequence; num_levels > 0
   // bounds the slots as LevelPolicy::kSaturate with that many levels does.
@@ -52,6 +53,8 @@ class HostState {
   static HostState Load(std::span<const std::byte> bytes);
 
  private:
+  void RequireSequence(std::int64_t sequence) const;
+
   StateSpec spec_;
   std::int64_t num_slots_ = 0;
   std::vector<std::byte> k_, v_, g_, beta_, nodes_;

@@ -1,4 +1,4 @@
-// The small layers around the operators (SPEC.md "Layers"): causal depthwise convolution with SiLU,
+// The small layers around the operators: causal depthwise convolution with SiLU,
 // gated RMSNorm, L2 norm. As in ops.h every call validates (throws Error, nothing touched) and then
 // runs on Context::device.
 //

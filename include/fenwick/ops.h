@@ -1,5 +1,5 @@
-// The operators: log-linear attention with a scalar gate (SPEC.md operator 1: Mamba-2 / SSD) and
-// the log-linear gated delta rule (SPEC.md operator 2: Gated DeltaNet).
+// The operators: log-linear attention with a scalar gate (Mamba-2 / SSD) and the log-linear gated
+// delta rule (Gated DeltaNet); docs/mathematics.md derives them.
 //
 //   o[t] = sum_{s<=t} level_scales[t, level(t,s)] * scale * q[t]^T A(t,s) w[s] v[s]^T
 //     kScalarGate   A = exp(g[s+1] + ... + g[t]),                          w[s] = k[s]
@@ -7,7 +7,13 @@
 //
 // Every call: validate (throws Error, nothing touched) -> plan -> backend. All pointers live on
 // Context::device. Axes: B batch, T tokens, G query/key groups, H value heads (head h reads group
-// h / (H/G)), K key size, V value size, L levels, N sequences.
+// h / (H/G)), K key size, V value size, L levels, N sequences; K and V are 1 to kMaxHeadSize.
+//
+// Nothing is kept: memory, spans and structs may go when a call has returned (memory of the GPU:
+// when the stream has passed the call). What a call writes must overlap neither its inputs nor
+// other outputs; only states are checked for that. Calls may run at the same time on several
+// threads: on the CPU one of them has the thread pool, the others work on their own thread, with
+// the same results. Beside Error, the CPU's calls can throw std::bad_alloc.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +26,8 @@
 #include "fenwick/tensor_view.h"
 
 namespace fenwick {
+
+inline constexpr std::int64_t kMaxHeadSize = 512;
 
 enum class Transition : std::uint8_t { kScalarGate, kGatedDelta };
 enum class Device : std::uint8_t { kCPU, kCUDA };

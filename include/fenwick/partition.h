@@ -1,4 +1,4 @@
-// The Fenwick partition (SPEC.md "The Fenwick partition"; paper section 3.1), in closed form.
+// The Fenwick partition (docs/mathematics.md; paper section 3.1), in closed form.
 //
 // A query at position t reads every source s <= t through level(t, s) = bit_width(t xor s). Level
 // l >= 1 of query t is one aligned bucket of 2^(l-1) tokens and exists exactly when bit l-1 of t is

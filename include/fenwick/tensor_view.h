@@ -35,7 +35,8 @@ struct TensorView {
   std::array<std::int64_t, kMaxRank> strides{};
 
   TensorView() = default;
-  // A contiguous view.
+  // A contiguous view, and one with strides. Throw Error on more than kMaxRank sizes and where
+  // there is not one stride for each.
   TensorView(void* data, DType dtype, std::initializer_list<std::int64_t> sizes);
   TensorView(void* data, DType dtype, std::initializer_list<std::int64_t> sizes,
              std::initializer_list<std::int64_t> strides);

@@ -44,12 +44,6 @@ struct Layout {
   }
 };
 
-void RequireFloatingType(const char* name, DType dtype) {
-  if (static_cast<int>(dtype) > static_cast<int>(DType::kFloat64)) {
-    Fail(name, "float32, bfloat16, float16 or float64", DTypeName(dtype));
-  }
-}
-
 void RequireSpec(const StateSpec& s) {
   const auto range = [](const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
     if (value < low || value > high) {
@@ -66,8 +60,8 @@ void RequireSpec(const StateSpec& s) {
     Fail("spec.heads", "a multiple of the " + std::to_string(s.groups) + " groups",
          std::to_string(s.heads));
   }
-  RequireFloatingType("spec.dtype", s.dtype);
-  RequireFloatingType("spec.beta_dtype", s.beta_dtype);
+  RequireFloating("spec.dtype", s.dtype);
+  RequireFloating("spec.beta_dtype", s.beta_dtype);
   if (s.transition == Transition::kGatedDelta && s.beta_dtype != s.dtype &&
       s.beta_dtype != WideType(s.dtype)) {
     Fail("spec.beta_dtype", std::string("the type of q or ") + DTypeName(WideType(s.dtype)),
@@ -166,10 +160,24 @@ void HostState::Reserve(std::int64_t tokens, int num_levels) {
   num_slots_ = slots;
 }
 
-void HostState::Truncate(std::int64_t sequence, std::int64_t tokens) {
+std::int64_t HostState::position(std::int64_t sequence) const {
+  RequireSequence(sequence);
+  return position_[sequence];
+}
+
+std::int64_t HostState::base(std::int64_t sequence) const {
+  RequireSequence(sequence);
+  return base_[sequence];
+}
+
+void HostState::RequireSequence(std::int64_t sequence) const {
   if (sequence < 0 || sequence >= spec_.num_sequences) {
     Fail("sequence", "0.." + std::to_string(spec_.num_sequences - 1), std::to_string(sequence));
   }
+}
+
+void HostState::Truncate(std::int64_t sequence, std::int64_t tokens) {
+  RequireSequence(sequence);
   const std::int64_t held = position_[sequence] - base_[sequence];
   if (tokens < 0 || tokens > held) {
     Fail("tokens",

@@ -45,7 +45,7 @@ void RequireGradient(const std::string& name, const TensorView& view, const std:
 void ValidateConv(const CausalConv& inputs) {
   const TensorView& x = inputs.x;
   RequireShape("x", "[B, T, D]", x, {kAnySize, kAnySize, kAnySize});
-  RequireFloating("x", x);
+  RequireFloating("x", x.dtype);
   RequireMemory("x", x);
   const std::int64_t channels = x.size(2);
   const TensorView& weight = inputs.weight;
@@ -82,7 +82,7 @@ void ValidateRows(const TensorView& x) {
   RequireGiven("x", x);
   if (x.rank < 1) Fail("x", "at least 1 axis", "none");
   if (x.size(x.rank - 1) < 1) Fail("x", "a last axis of at least 1", ShapeText(x));
-  RequireFloating("x", x);
+  RequireFloating("x", x.dtype);
   RequireMemory("x", x);
 }
 

@@ -1,6 +1,8 @@
 // Checks shared by every public call; see require.h.
 #include "core/require.h"
 
+#include <algorithm>
+
 namespace fenwick {
 namespace {
 
@@ -23,12 +25,14 @@ std::string ShapeText(std::initializer_list<std::int64_t> sizes) {
 
 std::string ShapeText(const TensorView& view) {
   std::string text = "[";
-  for (int i = 0; i < view.rank; ++i) text += (i ? ", " : "") + std::to_string(view.size(i));
+  for (int i = 0; i < std::min(view.rank, kMaxRank); ++i)
+    text += (i ? ", " : "") + std::to_string(view.size(i));
   return text + "]";
 }
 
 void RequireGiven(const std::string& name, const TensorView& view) {
   if (!view.given()) Fail(name, "a tensor", "none");
+  if (view.rank > kMaxRank) Fail(name, "at most 5 axes", std::to_string(view.rank));
 }
 
 void RequireNotGiven(const std::string& name, const TensorView& view, const char* when) {
@@ -50,9 +54,9 @@ void RequireDType(const std::string& name, const TensorView& view, DType expecte
   if (view.dtype != expected) Fail(name, DTypeName(expected), DTypeName(view.dtype));
 }
 
-void RequireFloating(const std::string& name, const TensorView& view) {
-  if (view.dtype == DType::kInt64) {
-    Fail(name, "float32, bfloat16, float16 or float64", DTypeName(view.dtype));
+void RequireFloating(const std::string& name, DType dtype) {
+  if (static_cast<int>(dtype) > static_cast<int>(DType::kFloat64)) {
+    Fail(name, "float32, bfloat16, float16 or float64", DTypeName(dtype));
   }
 }
 

@@ -21,6 +21,7 @@ inline constexpr std::int64_t kAnySize = -1;  // in RequireShape
 std::string ShapeText(std::initializer_list<std::int64_t> sizes);
 std::string ShapeText(const TensorView& view);
 
+// With a rank that its sizes have room for.
 void RequireGiven(const std::string& name, const TensorView& view);
 // `when` goes on from "expected none".
 void RequireNotGiven(const std::string& name, const TensorView& view, const char* when);
@@ -28,7 +29,7 @@ void RequireNotGiven(const std::string& name, const TensorView& view, const char
 void RequireShape(const std::string& name, const char* axes, const TensorView& view,
                   std::initializer_list<std::int64_t> sizes);
 void RequireDType(const std::string& name, const TensorView& view, DType expected);
-void RequireFloating(const std::string& name, const TensorView& view);
+void RequireFloating(const std::string& name, DType dtype);
 // Stride 1 on the last axis and memory behind the elements, if there are any.
 void RequireMemory(const std::string& name, const TensorView& view);
 void RequireContiguous(const std::string& name, const TensorView& view);

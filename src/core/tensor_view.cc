@@ -1,6 +1,7 @@
 #include "fenwick/tensor_view.h"
 
 #include <algorithm>
+#include <string>
 
 #include "fenwick/error.h"
 
@@ -19,7 +20,8 @@ const char* DTypeName(DType dtype) {
 
 TensorView::TensorView(void* data, DType dtype, std::initializer_list<std::int64_t> sizes)
     : data(data), dtype(dtype), rank(static_cast<int>(sizes.size())) {
-  if (rank > kMaxRank) throw Error("tensor view: expected at most 5 axes");
+  if (rank > kMaxRank)
+    throw Error("tensor view: expected at most 5 axes, got " + std::to_string(rank));
   std::copy(sizes.begin(), sizes.end(), this->sizes.begin());
   std::int64_t stride = 1;
   for (int i = rank - 1; i >= 0; --i) {
@@ -31,7 +33,10 @@ TensorView::TensorView(void* data, DType dtype, std::initializer_list<std::int64
 TensorView::TensorView(void* data, DType dtype, std::initializer_list<std::int64_t> sizes,
                        std::initializer_list<std::int64_t> strides)
     : TensorView(data, dtype, sizes) {
-  if (strides.size() != sizes.size()) throw Error("tensor view: expected one stride for each size");
+  if (strides.size() != sizes.size()) {
+    throw Error("tensor view: expected " + std::to_string(sizes.size()) +
+                " strides, one for each size, got " + std::to_string(strides.size()));
+  }
   std::copy(strides.begin(), strides.end(), this->strides.begin());
 }
 

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -73,11 +74,16 @@ class Pool {
   }
 
  private:
+  // As far as the system lets it: with fewer threads the same work takes longer.
   void Grow(int count) {
     while (static_cast<int>(threads_.size()) < count) {
       const int worker = static_cast<int>(threads_.size()) + 1;
       std::lock_guard lock(mutex_);
-      threads_.emplace_back([this, worker, seen = generation_] { Loop(worker, seen); });
+      try {
+        threads_.emplace_back([this, worker, seen = generation_] { Loop(worker, seen); });
+      } catch (const std::system_error&) {
+        return;
+      }
     }
   }
 

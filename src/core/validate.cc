@@ -44,9 +44,14 @@ std::pair<std::int64_t, std::int64_t> StartOf(const Inputs& inputs, std::int64_t
 }
 
 void CheckTensors(const Inputs& inputs) {
+  const auto check_enum = [](const char* name, int value) {
+    if (value > 1) Fail(name, "one of its two values", std::to_string(value));
+  };
+  check_enum("transition", static_cast<int>(inputs.transition));
+  check_enum("level_policy", static_cast<int>(inputs.level_policy));
   const TensorView& q = inputs.q;
   RequireShape("q", "[B, T, G, K]", q, {kAnySize, kAnySize, kAnySize, kAnySize});
-  RequireFloating("q", q);
+  RequireFloating("q", q.dtype);
   const std::int64_t B = q.size(0), T = q.size(1), G = q.size(2), K = q.size(3);
   if (T > kMaxPosition) Fail("q", "at most 2^48 tokens", std::to_string(T));
   if (G < 1) Fail("q", "at least 1 group", std::to_string(G));

@@ -9,7 +9,6 @@ namespace fenwick {
 
 // Largest position that a sequence may reach; far beyond memory, and safe from overflow.
 inline constexpr std::int64_t kMaxPosition = std::int64_t{1} << 48;
-inline constexpr std::int64_t kMaxHeadSize = 512;  // of K and V
 
 // Inputs of Forward, Backward and their workspace queries, with the initial state if given.
 void ValidateInputs(const Inputs& inputs, Device device);

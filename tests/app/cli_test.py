@@ -135,6 +135,12 @@ def test_help(command):
         ("verify {tmp}/foreign", "{tmp}/foreign"),
         ("verify {tmp}/other.safetensors", "{tmp}/other.safetensors"),
         ("verify --device tpu", "--device"),
+        ("train mqar --out {tmp}/x --state 513", "state_size: expected 1 to 512, got 513"),
+        (
+            "train mqar --out {tmp}/x --dim 520 --head-dim 520 --heads 2",
+            "head_dim: expected 1 to 512",
+        ),
+        ("verify --threads 100000", "--threads: expected a whole number of at least 0 and at most"),
         ("verify --cases 0", "--cases"),
         ("verify --seed -2", "--seed"),
         ("bench --lengths 0", "--lengths"),

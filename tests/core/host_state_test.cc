@@ -126,6 +126,8 @@ TEST(HostStateTest, TruncatesWhatTheRingHolds) {
   EXPECT_EQ(ErrorOf([&] { state.Truncate(1, 11); }),
             "tokens: expected 0..10 that sequence 1 still holds, got 11");
   EXPECT_EQ(ErrorOf([&] { state.Truncate(3, 0); }), "sequence: expected 0..2, got 3");
+  EXPECT_EQ(ErrorOf([&] { state.position(3); }), "sequence: expected 0..2, got 3");
+  EXPECT_EQ(ErrorOf([&] { state.base(-1); }), "sequence: expected 0..2, got -1");
   state.Truncate(1, 10);
   EXPECT_EQ(state.position(1), 0);
 }

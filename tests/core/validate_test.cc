@@ -96,6 +96,29 @@ TEST_F(ValidateTest, AcceptsAValidCall) {
   EXPECT_EQ(StepError(), "no error");
 }
 
+TEST_F(ValidateTest, ValuesThatNoEnumeratorHas) {
+  const Inputs good = inputs_;
+  inputs_.q.dtype = inputs_.k.dtype = inputs_.v.dtype = static_cast<DType>(9);
+  EXPECT_EQ(InputsError(), "q: expected float32, bfloat16, float16 or float64, got unknown");
+  inputs_ = good;
+  inputs_.transition = static_cast<Transition>(2);
+  EXPECT_EQ(InputsError(), "transition: expected one of its two values, got 2");
+  inputs_ = good;
+  inputs_.level_policy = static_cast<LevelPolicy>(7);
+  EXPECT_EQ(InputsError(), "level_policy: expected one of its two values, got 7");
+}
+
+TEST_F(ValidateTest, ViewsNameWhatCame) {
+  EXPECT_EQ(ErrorOf([] {
+              TensorView(nullptr, DType::kFloat32, {1, 1, 1, 1, 1, 1});
+            }),
+            "tensor view: expected at most 5 axes, got 6");
+  EXPECT_EQ(ErrorOf([] {
+              TensorView(nullptr, DType::kFloat32, {2, 3}, {3});
+            }),
+            "tensor view: expected 2 strides, one for each size, got 1");
+}
+
 TEST_F(ValidateTest, Shapes) {
   const Inputs good = inputs_;
   inputs_.q = {};
@@ -103,6 +126,9 @@ TEST_F(ValidateTest, Shapes) {
   inputs_ = good;
   inputs_.q = View({kB, kT, kG});
   EXPECT_EQ(InputsError(), "q: expected shape [B, T, G, K] = [*, *, *, *], got [2, 5, 2]");
+  inputs_ = good;
+  inputs_.q.rank = 9;  // sizes has room for 5
+  EXPECT_EQ(InputsError(), "q: expected at most 5 axes, got 9");
   inputs_ = good;
   inputs_.k = View({kB, kT + 1, kG, kK});
   EXPECT_EQ(InputsError(), "k: expected shape [B, T, G, K] = [2, 5, 2, 3], got [2, 6, 2, 3]");
