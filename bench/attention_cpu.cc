@@ -182,7 +182,7 @@ void Backward(benchmark::State& state, Transition transition) {
   });
 }
 
-// SPEC.md's recurrent form as one would write it, float32: before a token the lower levels merge,
+// The recurrent form as one would write it, float32: before a token the lower levels merge,
 // then every live level's state [K, V] is transformed, and read. One thread, plain C++.
 class NaiveRecurrence {
  public:

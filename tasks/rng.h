@@ -8,13 +8,7 @@
 namespace fenwick::tasks {
 
 // What a stream is for: part of its key, so that no two uses ever share one.
-enum class Stream : std::uint64_t {
-  kTrain = 1,
-  kEvaluation = 2,
-  kInit = 3,
-  kSampling = 4,
-  kVerify = 5
-};
+enum class Stream : std::uint64_t { kTrain = 1, kEvaluation = 2, kSampling = 4, kVerify = 5 };
 
 // SplitMix64 (Steele, Lea, Flood 2014): one 64-bit addition and a finaliser a number.
 class Rng {

@@ -16,7 +16,7 @@ namespace fenwick::tasks {
 struct TrainOptions {
   std::string task;  // "mqar" or "text"
 
-  // Model. Sizes as in SPEC.md: K = state, V = head_dim, H = heads.
+  // Model. Sizes: K = state, V = head_dim, H = heads.
   std::string model = "log_linear_mamba2";
   std::int64_t dim = 64;
   std::int64_t layers = 2;

@@ -1,4 +1,4 @@
-// The recurrent step (SPEC.md "Recurrent form") over a state that keeps the newest tokens as they
+// The recurrent step over a state that keeps the newest tokens as they
 // came (state.h). For a query at t, u walks back from t through the tokens of the ring:
 //   u = q[t];  for s = t .. base:   o += lambda[t, level(t, s)] (u.w[s]) v[s];   u = M[s]^T u
 // with M[s] = exp(g[s]), w = k for the scalar gate and M[s] = exp(g[s]) (I - beta k k^T), w = beta

@@ -4,7 +4,7 @@
 // A sequence's chunks have absolute numbers (position / kStateChunk). Before chunk c, slot b holds
 // the node of 2^b chunks that bit b of c stands for; queries of chunk c read it through level
 // ReadLevel(b). When chunk c ends, its own node and the slots below countr_zero(c + 1) merge into
-// that slot (SPEC.md "Recurrent form", a level up). With saturation, slots end at `top`, which then
+// that slot (the recurrent form, a level up). With saturation, slots end at `top`, which then
 // also absorbs itself.
 //
 // Aligned groups of 2^s chunks, segments, are the unit of parallelism in time. A whole segment ends

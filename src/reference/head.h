@@ -1,4 +1,4 @@
-// The recurrence of SPEC.md and its reverse-mode derivative for one head of one sequence.
+// The recurrence and its reverse-mode derivative for one head of one sequence.
 //
 //   before token t > 0:  z = countr_zero(t);  S[z+1] += S[0] + ... + S[z];  S[0..z] = 0
 //   token t:             S[l] = exp(g) S[l]                        scalar gate, all l

@@ -1,4 +1,4 @@
-// The operators of SPEC.md in float64, naive and short: what every kernel is compared with. Nothing
+// The operators in float64, naive and short: what every kernel is compared with. Nothing
 // is shared with the fast code but the partition and the layout of a state (state.h).
 #pragma once
 

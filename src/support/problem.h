@@ -51,7 +51,7 @@ inline constexpr double kNormFloor = 1e-30;
 // ||out - ref|| / max(||ref||, norm_floor); infinite where shapes differ or out is not finite.
 double RelativeError(const reference::Tensor& out, const reference::Tensor& ref,
                      double norm_floor = kNormFloor);
-// What SPEC.md allows for `options.dtype`.
+// The largest relative error allowed for `options.dtype`.
 double Tolerance(const RunOptions& options, std::int64_t tokens, bool gradient);
 
 struct Comparison {

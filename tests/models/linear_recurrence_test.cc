@@ -1,5 +1,5 @@
 // The linear parents against a token-by-token recurrence written down here, and against the
-// log-linear operators with all level weights 1 (identity 1 of SPEC.md).
+// log-linear operators with all level weights 1.
 #include "models/linear_recurrence.h"
 
 #include <limits>

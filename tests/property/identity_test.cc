@@ -1,4 +1,4 @@
-// The identities of SPEC.md, each computed here in a way of its own or by comparing two calls.
+// Identities of the operators, each computed here in a way of its own or by comparing two calls.
 #include <cmath>
 #include <numeric>
 

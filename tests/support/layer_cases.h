@@ -115,7 +115,7 @@ inline void CheckConv(Device device, const ConvCase& test, DType dtype, double t
   support::MemoryOf(device).Synchronize();
   ExpectClose("y", y_out.Values(), y, tolerance);
   ExpectClose("dx", x_gradient.Values(), dx, tolerance);
-  // Sums over all tokens, with SPEC.md's allowance for their number.
+  // Sums over all tokens, with an allowance for their number.
   const double sum_tolerance = tolerance * std::sqrt(std::max(1.0, std::log(B * T)));
   ExpectClose("dweight", w_gradient.Values(), dw, sum_tolerance);
   ExpectClose("dbias", b_gradient.Values(), db, sum_tolerance);

@@ -1,4 +1,4 @@
-// Backward of log-linear attention with a scalar gate (SPEC.md operator 1). States are recomputed
+// Backward of log-linear attention with a scalar gate. States are recomputed
 // from inputs. state_gradients-inl.h gives the gradients of the nodes where segments meet; here
 // every segment is walked forwards, keeping its nodes, and then backwards:
 //   read of slot b by chunk c    Y = dO S_b^T;  dq += w Y;  dlambda_b = decay q.Y;  dS_b += (w

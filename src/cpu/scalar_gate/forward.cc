@@ -1,4 +1,4 @@
-// Forward of log-linear attention with a scalar gate (SPEC.md operator 1), chunk-wise:
+// Forward of log-linear attention with a scalar gate, chunk-wise:
 //   o[t] = sum_{s in chunk} P[t, s] v[s] + sum_{live slots b} lambda[t, 7 + b] decay S_b^T q[t]
 // Passes 1 and 2 (segments-inl.h) give the nodes that are live where a segment begins; pass 3,
 // here, walks every segment. All sums are made in the same order whatever the segments are, except

@@ -1,4 +1,4 @@
-// Log-linear attention with a scalar gate on the CPU (SPEC.md operator 1).
+// Log-linear attention with a scalar gate on the CPU.
 #pragma once
 
 #include "fenwick/ops.h"

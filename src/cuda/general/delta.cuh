@@ -1,4 +1,4 @@
-// Gated delta rule (SPEC.md operator 2): what forward and backward share.
+// Gated delta rule: what forward and backward share.
 //
 // Inside a chunk, with a = gates.cuh's sums, A = a[63], D(t, s) = exp(a[t] - a[s]), and S the state
 // at the chunk's start, the recurrence is linear algebra on 64 rows:

@@ -176,8 +176,4 @@ struct FlatIndex {
   }
 };
 
-__device__ inline std::int64_t CeilShift(std::int64_t n, int shift) {
-  return (n + (std::int64_t{1} << shift) - 1) >> shift;
-}
-
 }  // namespace fenwick::cuda::general

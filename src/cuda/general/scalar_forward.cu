@@ -1,4 +1,4 @@
-// Scalar gate, forward (SPEC.md operator 1), chunk by chunk in parallel. With a = gates.cuh's sums,
+// Scalar gate, forward, chunk by chunk in parallel. With a = gates.cuh's sums,
 // for the queries t of a chunk:
 //
 //   o[t] = sum_{s <= t in the chunk} level_scales[t, level(t, s)] exp(a[t] - a[s]) (q[t] k[s]) v[s]

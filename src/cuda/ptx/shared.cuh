@@ -76,18 +76,6 @@ __device__ __forceinline__ void StoreSharedU16(std::uint32_t shared, std::uint32
                : "memory");
 }
 
-// Rounds to bfloat16.
-__device__ __forceinline__ void StoreSharedBF16(std::uint32_t shared, float x) {
-  asm volatile(
-      "{\n"
-      ".reg .b16 h;\n"
-      "cvt.rn.bf16.f32 h, %1;\n"
-      "st.shared.b16 [%0], h;\n"
-      "}" ::"r"(shared),
-      "f"(x)
-      : "memory");
-}
-
 __device__ __forceinline__ void StoreSharedZero16(std::uint32_t shared) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
