@@ -1,4 +1,4 @@
-// One chunk of the gated delta rule (SPEC.md operator 2), one head, n <= 64 tokens:
+// One chunk of the gated delta rule, one head, n <= 64 tokens:
 //
 //   G(i,j) = exp(g[j+1] + ... + g[i]),  gamma[i] = G(i,-1),  kappa[j] = G(n-1,j),  total =
 //   gamma[n-1] A = strictly lower (diag(beta) K K^T * G),   X = (I + A)^-1,   T = X diag(beta) W =

@@ -1,4 +1,4 @@
-// Forward of the log-linear gated delta rule (SPEC.md operator 2). The segments (segments.h) of all
+// Forward of the log-linear gated delta rule. The segments (segments.h) of all
 // lines are worked off in waves that fit in kWaveBytesPerThread for each thread:
 //   1. every segment by itself: outputs of its local nodes, Q~ P for every token, its own node, P;
 //   2. the walk over segments: what is incoming at each start (columns of V never mix, so blocks of

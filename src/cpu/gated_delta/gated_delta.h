@@ -1,4 +1,4 @@
-// The log-linear gated delta rule on the CPU (SPEC.md operator 2): see docs/mathematics.md for the
+// The log-linear gated delta rule on the CPU: see docs/mathematics.md for the
 // chunk form and its derivative.
 #pragma once
 
