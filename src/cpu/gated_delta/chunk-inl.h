@@ -1,11 +1,13 @@
 // One chunk of the gated delta rule, one head, n <= 64 tokens:
 //
-//   G(i,j) = exp(g[j+1] + ... + g[i]),  gamma[i] = G(i,-1),  kappa[j] = G(n-1,j),  total =
-//   gamma[n-1] A = strictly lower (diag(beta) K K^T * G),   X = (I + A)^-1,   T = X diag(beta) W =
-//   T diag(gamma) K,   U = T V,   B = lower (Q K^T * G) read        o += diag(lambda_l) Q~ S_l with
-//   Q~ = diag(gamma) Q - B W transition  S_l <- M S_l                 with M  = total I - K~^T W,
-//   K~ = diag(kappa) K new state   K~^T U inside      o  = ((B T) * Lambda) V,     Lambda[t,s] =
-//   lambda[t, level(t,s)]
+//   G(i,j) = exp(g[j+1] + ... + g[i]),  gamma[i] = G(i,-1),  kappa[j] = G(n-1,j)
+//   total = gamma[n-1]
+//   A = strictly lower (diag(beta) K K^T * G),   X = (I + A)^-1,   T = X diag(beta)
+//   W = T diag(gamma) K,   U = T V,   B = lower (Q K^T * G)
+//   read        o += diag(lambda_l) Q~ S_l    with Q~ = diag(gamma) Q - B W
+//   transition  S_l <- M S_l                  with M = total I - K~^T W,  K~ = diag(kappa) K
+//   new state   K~^T U
+//   inside      o = ((B T) * Lambda) V,       Lambda[t,s] = lambda[t, level(t,s)]
 //
 // (*: elementwise.) The decays stand inside A and B, so every exponent is a sum of g inside the
 // chunk and never positive. W is kept with its sign turned, so that all products are added. M is

@@ -1,9 +1,11 @@
 // Backward of log-linear attention with a scalar gate. States are recomputed
 // from inputs. state_gradients-inl.h gives the gradients of the nodes where segments meet; here
 // every segment is walked forwards, keeping its nodes, and then backwards:
-//   read of slot b by chunk c    Y = dO S_b^T;  dq += w Y;  dlambda_b = decay q.Y;  dS_b += (w
-//   dO)^T q own node of c, gradient D    dv += exp(A - a) k D;  dk += exp(A - a) v D^T inside the
-//   chunk             chunk_backward-inl.h
+//   read of slot b by chunk c
+//     Y = dO S_b^T;  dq += w Y;  dlambda_b = decay q.Y;  dS_b += (w dO)^T q
+//   own node of c, gradient D
+//     dv += exp(A - a) k D;  dk += exp(A - a) v D^T
+//   inside the chunk: chunk_backward-inl.h
 // with w[r] = lambda[r] exp(a[r] + gap). Gradients of q and k are summed over the heads of a group
 // in order, by one task: the same bits for any number of threads.
 //

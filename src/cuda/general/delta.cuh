@@ -10,8 +10,8 @@
 //
 // Across chunks the pairs (M, X) compose, so the Fenwick tree holds for each node the product Phi
 // of its chunks' M and its state S:
-//   Phi(bit + 1, end) = Phi(right) Phi(left)          S(bit + 1, end) = Phi(right) S(left) +
-//   S(right)
+//   Phi(bit + 1, end) = Phi(right) Phi(left)
+//   S(bit + 1, end) = Phi(right) S(left) + S(right)
 // and a chunk reads the nodes e1, e2, ... (newest first) without carrying their states:
 //   o += level_scales Q^_i S_{e_i},   Q^_1 = Q~,   Q^_{i+1} = Q^_i Phi_{e_i}
 // All of it is products of matrices of one size, in parallel over chunks, and log2(chunks) deep;

@@ -5,15 +5,16 @@
 //   dS_{e_i} += Q^_i^T lo        dPhi_{e_i} += Q^_i^T dQ^_{i+1}
 //   dQ^_i = lo S_{e_i}^T + dQ^_{i+1} Phi_{e_i}^T
 // Merges, from the top of the tree down, with p, r, l the parent, the right and the left child:
-//   dS_l += Phi_r^T dS_p   dS_r = dS_p   dPhi_r = dPhi_p Phi_l^T + dS_p S_l^T   dPhi_l += Phi_r^T
-//   dPhi_p
+//   dS_l += Phi_r^T dS_p       dPhi_l += Phi_r^T dPhi_p
+//   dS_r = dS_p                dPhi_r = dPhi_p Phi_l^T + dS_p S_l^T
 // Chunks (delta_backward_chunk.cu), from dM, dX and dQ~:
 //   dU = K~ dX      dW = -E^T dQ~ - K~ dM      dB = level_scales (do V^T)
 //   dE = dB Tb^T - dQ~ W^T                     dTb = E^T dB + dW (exp(a) K)^T + dU V^T
 //   dN = -Ti^T dTb Tb^T                        dK~ = U dX^T - W dM^T
-//   dv = P^T do + Tb^T dU                      dbeta[s] = sum_t Ti dTb[t,s] + sum_r dN N / beta
-//   [s,r] dq = (dE D scale) K + scale exp(a) dQ~ dk = (dE D scale)^T Q + (F + F^T) K + exp(a) (Tb^T
-//   dW) + exp(A - a) dK~,   F = dN N / (k.k)
+//   dv = P^T do + Tb^T dU
+//   dbeta[s] = sum_t Ti dTb[t,s] + sum_r dN N / beta [s,r]
+//   dq = (dE D scale) K + scale exp(a) dQ~
+//   dk = (dE D scale)^T Q + (F + F^T) K + exp(a) (Tb^T dW) + exp(A - a) dK~,   F = dN N / (k.k)
 // dg[r] is the flow over r: of the pairs E dE + N dN with s < r <= t; of rows t >= r that use
 // exp(a); of rows s < r that use exp(A - a); and exp(A) trace(dM) for all.
 #pragma once

@@ -7,8 +7,8 @@
 // The flow through the first token of a segment, that is the sum of P[t, s] dP[t, s] over all pairs
 // s < first <= t, follows exactly from what is at hand: with S_l the live nodes (set l) and Z_l the
 // live nodes below l merged at the segment's start,
-//   flow = sum over set l of <S_l, R_l> + sum over clear l of 2^(decay start to node end) <Z_l,
-//   R_l>.
+//   flow = sum over set l of <S_l, R_l>
+//        + sum over clear l of 2^(decay start to node end) <Z_l, R_l>.
 #pragma once
 
 #include "cuda/hopper_scalar_gate/backward_params.h"
