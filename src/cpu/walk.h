@@ -60,13 +60,18 @@ struct NodeStack {
   }
 
   // Ends chunk `chunk`, whose own node is `node`: calls merge(node, older) for each live slot up to
-  // MergeSlot, the newest first, and puts the result there. Returns the slot.
+  // MergeSlot, the newest first, and puts the result there. Returns the slot. A node that is not
+  // live stands for none: the older ones merge by themselves.
   template <class Merge>
   int Push(std::int64_t chunk, int top, Node node, Merge&& merge) {
     const int target = MergeSlot(chunk, top);
     for (int b = 0; b <= target; ++b) {
       if (!slots[b].live()) continue;
-      merge(node, slots[b]);
+      if (node.live()) {
+        merge(node, slots[b]);
+      } else {
+        node = slots[b];
+      }
       slots[b] = Node{};
     }
     slots[target] = node;

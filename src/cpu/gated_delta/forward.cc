@@ -217,10 +217,6 @@ class DeltaForwardPass {
       // What merges is added up first, and carried at once.
       const int target = local.Push(chunk, call_.top, StateNode<T>(),
                                     [&](StateNode<T>& newer, const StateNode<T>& older) {
-                                      if (!newer.live()) {
-                                        newer = older;
-                                        return;
-                                      }
                                       ScaleAdd(state_size(), T{1}, newer.state, T{1}, older.state);
                                       pool.Give(older.state);
                                     });

@@ -287,10 +287,6 @@ class SegmentAdjoint {
       });
     }
     const auto merge = [&](CarriedState& newer, const CarriedState& older) {
-      if (!newer.live()) {
-        newer = older;
-        return;
-      }
       T* sum = scratch.New<T>(state_size());
       std::copy_n(newer.state, state_size(), sum);
       ScaleAdd(state_size(), T{1}, sum, T{1}, older.state);
