@@ -60,7 +60,7 @@ BackwardParams MakeBackwardParams(const BackwardPlan& plan, const Inputs& inputs
   b.key_size = static_cast<int>(inputs.q.size(3));
   b.key_blocks = plan.forward.key_size / kKeyBlock;
   b.state_tiles = plan.forward.value_tiles * b.key_blocks;
-  const bool reduces = plan.MostLocalRuns(b.forward.heads_per_group) > 1;
+  const bool reduces = plan.MostLocalRuns() > 1;
   b.dq = MakeKeyGradient(gradients.q, reduces ? floats(w.local_dq) : nullptr);
   b.dq.addends = b.node_dq;
   b.dk = MakeKeyGradient(gradients.k, reduces ? floats(w.local_dk) : nullptr);
@@ -204,8 +204,8 @@ void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& 
     b.first_in_group = head % heads_in_group;
     const int pass_end = b.first_in_group + std::min(heads_in_group, b.forward.num_heads);
     for (RunRange* runs : {&b.node_runs, &b.local_runs}) {
-      const int shortest = runs->rule.Heads(plan.shortest, heads_in_group);
-      runs->begin = b.first_in_group / runs->rule.Heads(plan.longest, heads_in_group);
+      const int shortest = runs->rule.Heads(plan.forward.shortest);
+      runs->begin = b.first_in_group / runs->rule.Heads(plan.forward.longest);
       runs->count = (pass_end + shortest - 1) / shortest - runs->begin;
     }
     b.partial_stride =

@@ -25,17 +25,18 @@ inline constexpr int kFlowParts = kStateElements / 4 / 32;  // warps of the walk
 // `wanted` blocks, within bounds. A block takes a chunk and a run, and dq and dk are sums over
 // runs. Nothing here depends on what else the call holds, and so no order of summation does.
 struct RunRule {
-  int wanted = 1;  // chunks x runs of one sequence
+  int group_heads = 1;  // H / G
+  int wanted = 1;       // chunks x runs of one sequence
   int least = 1, most = 1;
 
-  constexpr int Heads(int chunks, int heads_in_group) const {
+  constexpr int Heads(int chunks) const {
     const int wanted_runs = wanted / chunks;
     const int runs = wanted_runs < least ? least : wanted_runs > most ? most : wanted_runs;
-    return (heads_in_group + runs - 1) / runs;
+    return (group_heads + runs - 1) / runs;
   }
-  constexpr int Runs(int chunks, int heads_in_group) const {
-    const int heads = Heads(chunks, heads_in_group);
-    return (heads_in_group + heads - 1) / heads;
+  constexpr int Runs(int chunks) const {
+    const int heads = Heads(chunks);
+    return (group_heads + heads - 1) / heads;
   }
 };
 

@@ -1,6 +1,5 @@
 // Pure host code: the plan of a backward call.
 #include <algorithm>
-#include <climits>
 
 #include "cuda/hopper.h"
 #include "cuda/hopper_scalar_gate/backward_params.h"
@@ -26,25 +25,11 @@ RunRule MakeRunRule(int heads_in_group, int groups, int value_tiles, int multipr
                     int most_tiles) {
   const int most_heads = std::max(1, most_tiles / value_tiles);
   RunRule rule;
+  rule.group_heads = heads_in_group;
   rule.wanted = std::max(1, multiprocessors / (2 * groups));
   rule.least = (heads_in_group + most_heads - 1) / most_heads;
   rule.most = std::max(rule.least, kMaxRuns);
   return rule;
-}
-
-// Chunks of the shortest and the longest sequence.
-void MeasureSequences(const Inputs& inputs, BackwardPlan& plan) {
-  plan.shortest = INT_MAX;
-  const auto add = [&plan](std::int64_t tokens) {
-    const auto chunks = static_cast<int>((tokens + kChunk - 1) / kChunk);
-    if (chunks == 0) return;
-    plan.shortest = std::min(plan.shortest, chunks);
-    plan.longest = std::max(plan.longest, chunks);
-  };
-  if (inputs.cu_seqlens.empty()) add(inputs.q.size(1));
-  for (std::size_t n = 0; n + 1 < inputs.cu_seqlens.size(); ++n) {
-    add(inputs.cu_seqlens[n + 1] - inputs.cu_seqlens[n]);
-  }
 }
 
 void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads) {
@@ -78,8 +63,8 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads) {
   const std::size_t total =
       static_cast<std::size_t>(inputs.q.size(0)) * inputs.q.size(1) * forward.key_size * 4;
   const std::size_t partial = total * (heads / together);
-  const int local_runs = plan.MostLocalRuns(heads_in_group);
-  place(w.node_dq, plan.node_runs.Runs(plan.shortest, heads_in_group) * partial);
+  const int local_runs = plan.MostLocalRuns();
+  place(w.node_dq, plan.node_runs.Runs(forward.shortest) * partial);
   if (local_runs > 1) {
     place(w.local_dq, local_runs * partial);
     place(w.local_dk, local_runs * partial);
@@ -115,7 +100,6 @@ std::optional<BackwardPlan> MakeBackwardPlan(const Inputs& inputs,
                                kMaxNodeTilesPerBlock);
   plan.local_runs = MakeRunRule(heads_in_group, groups, forward->value_tiles, multiprocessors,
                                 kMaxLocalTilesPerBlock);
-  MeasureSequences(inputs, plan);
   const std::size_t workspace_target = BackwardWorkspaceTarget(inputs);
   const int heads = ChooseHeadsPerPass(heads_in_group, groups, [&](int count) {
     PlaceHeads(plan, inputs, count);

@@ -91,9 +91,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
   rest /= b.state_tiles;
   const int head = rest % p.num_heads, segment = rest / p.num_heads;
   const SegmentPlace place = PlaceOfSegment(p.layout, segment);
-  const int log_segment = place.log_segment;
-  const int first = place.index << log_segment;
-  const int count = min(1 << log_segment, place.num_chunks - first);
+  const int first = place.first(), count = place.count();
   const std::size_t record =
       static_cast<std::size_t>(head) * p.layout.num_chunks + place.first_chunk + first;
 

@@ -95,8 +95,8 @@ struct SegmentItem {
     key_block = item % key_blocks;
     segment = item / key_blocks;
     place = PlaceOfSegment(p.layout, segment);
-    first = place.index << place.log_segment;
-    count = min(1 << place.log_segment, place.num_chunks - first);
+    first = place.first();
+    count = place.count();
     record = static_cast<std::size_t>(head) * p.layout.num_chunks + place.first_chunk + first;
   }
 };

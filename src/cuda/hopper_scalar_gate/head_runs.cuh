@@ -29,7 +29,7 @@ __device__ __forceinline__ HeadRun PlaceOfRun(const BackwardParams& b, int block
   r.run = runs.begin + rest % runs.count;
   r.group = rest / runs.count;
   r.place = PlaceOfChunk(p.layout, static_cast<int>(r.chunk));
-  const int heads_per_run = runs.rule.Heads(r.place.num_chunks, p.heads_per_group);
+  const int heads_per_run = runs.rule.Heads(r.place.num_chunks);
   // Within the group.
   const int begin = r.run * heads_per_run, end = min(begin + heads_per_run, p.heads_per_group);
   const int pass_end = b.first_in_group + min(p.heads_per_group, p.num_heads);
@@ -94,7 +94,7 @@ __device__ __forceinline__ void FinishRow(const BackwardParams& b, const ChunkPl
                                           int column, int step, float2 (&x)[kPairs]) {
   if (to.addends != nullptr) {
     const float* addend = to.addends + (token * b.num_groups + group) * b.forward.key_size + column;
-    const int runs = b.node_runs.rule.Runs(place.num_chunks, b.forward.heads_per_group);
+    const int runs = b.node_runs.rule.Runs(place.num_chunks);
     for (int run = 0; run < runs; ++run, addend += b.partial_stride) {
       float2 y[kPairs];
 #pragma unroll
@@ -124,7 +124,7 @@ template <typename Element>
 __device__ __forceinline__ void StoreKeyGradient(const BackwardParams& b, const HeadRun& r,
                                                  const KeyGradient& to, const float (&d)[32],
                                                  int t0, int column) {
-  if (b.local_runs.rule.Runs(r.place.num_chunks, b.forward.heads_per_group) > 1) {
+  if (b.local_runs.rule.Runs(r.place.num_chunks) > 1) {
     return StorePartial(b, r, to.partials, d, t0, column);
   }
 #pragma unroll 1
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   rest /= b.key_blocks;
   const int group = rest % b.num_groups;
   const ChunkPlace place = PlaceOfChunk(p.layout, rest / b.num_groups);
-  const int runs = b.local_runs.rule.Runs(place.num_chunks, p.heads_per_group);
+  const int runs = b.local_runs.rule.Runs(place.num_chunks);
   const int t = block * kReduceRows + threadIdx.x / kThreadsPerRow;
   if (runs == 1 || t >= place.valid) return;
   const std::size_t token = static_cast<std::size_t>(place.batch) * b.tokens + place.token + t;

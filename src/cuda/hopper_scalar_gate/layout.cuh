@@ -22,7 +22,13 @@ struct SegmentPlace {
   int num_chunks;    // of the sequence
   int num_segments;  // of the sequence
   int log_segment;   // of its segments' chunks
-  int first_chunk;   // of the sequence
+
+  // Chunks of this segment: the first, within the sequence, and how many.
+  __device__ __forceinline__ int first() const { return index << log_segment; }
+  __device__ __forceinline__ int count() const {
+    return min(1 << log_segment, num_chunks - first());
+  }
+  int first_chunk;  // of the sequence
 };
 
 __device__ __forceinline__ int DivideUp(int a, int b) { return (a + b - 1) / b; }

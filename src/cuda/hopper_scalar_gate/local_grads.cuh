@@ -128,25 +128,36 @@ __device__ __forceinline__ void StartKeyGrads(float (&d)[32], std::uint32_t (&v)
   ptx::WgmmaCommit();
 }
 
-// Accumulators to go on with in the next pass, from `slot` on among a thread's kUnfinished.
-__device__ __forceinline__ float* UnfinishedSlot(const BackwardParams& b, const HeadRun& r,
-                                                 int key_block, int slot) {
+// Where this thread's accumulators wait for the next pass.
+__device__ __forceinline__ float* UnfinishedOf(const BackwardParams& b, const HeadRun& r,
+                                               int key_block, int warpgroup) {
   const std::size_t chunk = static_cast<std::size_t>((r.run & 1) * b.key_blocks + key_block) *
                                 b.forward.layout.num_chunks +
                             r.chunk;
-  return b.unfinished + (chunk * kUnfinished + slot) * kWarpgroup + threadIdx.x % kWarpgroup;
+  return b.unfinished + (chunk * kUnfinished + 64 * warpgroup) * kWarpgroup +
+         threadIdx.x % kWarpgroup;
 }
 
 template <int kCount>
-__device__ __forceinline__ void LeaveUnfinished(float* to, const float (&x)[kCount]) {
+__device__ __forceinline__ float* LeaveOne(float* to, const float (&x)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) to[n * kWarpgroup] = x[n];
+  return to + kCount * kWarpgroup;
+}
+template <int... kCounts>
+__device__ __forceinline__ void LeaveUnfinished(float* to, const float (&... x)[kCounts]) {
+  ((to = LeaveOne(to, x)), ...);
 }
 
 template <int kCount>
-__device__ __forceinline__ void GoOnFrom(const float* from, float (&x)[kCount]) {
+__device__ __forceinline__ const float* LoadOne(const float* from, float (&x)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) x[n] = from[n * kWarpgroup];
+  return from + kCount * kWarpgroup;
+}
+template <int... kCounts>
+__device__ __forceinline__ void GoOnFrom(const float* from, float (&... x)[kCounts]) {
+  ((from = LoadOne(from, x)), ...);
 }
 
 // Walks over the value tiles of a run of heads.
@@ -184,7 +195,8 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
   using Shape = LocalGradsShape;
   using E = Element;
   constexpr bool kSecond = kBlock == KeyBlock::kSecond;
-  constexpr int kKeyBlocks = kBlock == KeyBlock::kOnly ? 1 : 2, kKey = kSecond ? kKeyBlock : 0;
+  constexpr int kKeyBlocks = kBlock == KeyBlock::kOnly ? 1 : 2;
+  constexpr int kKeyIndex = kSecond ? 1 : 0, kKey = kKeyIndex * kKeyBlock;
   const ForwardParams& p = b.forward;
   ptx::AllowNextKernel();
   const std::uint32_t shared = FirstTile();
@@ -263,7 +275,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
           bar);
       ptx::LoadBytes(to + 2 * kTileBytes,
                      static_cast<const char*>(b.chunk_grads) +
-                         (walk.unit * kKeyBlocks + kKey / kKeyBlock) * kTileBytes,
+                         (walk.unit * kKeyBlocks + kKeyIndex) * kTileBytes,
                      kTileBytes, bar);
     }
     return;
@@ -335,10 +347,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
 #pragma unroll
     for (int n = 0; n < 8; ++n) ds_corner[n] = 0;
     if (!run.begins) {
-      const float* from = UnfinishedSlot(b, run, kKey / kKeyBlock, 64 * warpgroup);
-      GoOnFrom(from, dk);
-      GoOnFrom(from + 32 * kWarpgroup, ds_below);
-      GoOnFrom(from + 56 * kWarpgroup, ds_corner);
+      GoOnFrom(UnfinishedOf(b, run, kKeyIndex, warpgroup), dk, ds_below, ds_corner);
     }
     const std::uint32_t staging = shared + Shape::kOut + warpgroup * Shape::kHalf + warp * 2048;
     const RowsTarget target{&dv_map,          b.dv,         b.dv_batch_stride, b.dv_token_stride,
@@ -581,10 +590,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     if (lane == 0) ptx::WaitStores<0>();
     __syncwarp();
     if (!run.ends) {
-      float* to = UnfinishedSlot(b, run, kKey / kKeyBlock, 64 * warpgroup);
-      LeaveUnfinished(to, dk);
-      LeaveUnfinished(to + 32 * kWarpgroup, ds_below);
-      LeaveUnfinished(to + 56 * kWarpgroup, ds_corner);
+      LeaveUnfinished(UnfinishedOf(b, run, kKeyIndex, warpgroup), dk, ds_below, ds_corner);
       return;
     }
     ptx::NamedBarrier(1, 3 * kWarpgroup);
@@ -635,10 +641,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
 #pragma unroll
     for (int n = 0; n < 32; ++n) ds[n] = dk_upper[n] = dk_lower[n] = 0;
     if (!run.begins) {
-      const float* from = UnfinishedSlot(b, run, kKey / kKeyBlock, 64 * warpgroup);
-      GoOnFrom(from, ds);
-      GoOnFrom(from + 32 * kWarpgroup, dk_upper);
-      GoOnFrom(from + 64 * kWarpgroup, dk_lower);
+      GoOnFrom(UnfinishedOf(b, run, kKeyIndex, warpgroup), ds, dk_upper, dk_lower);
     }
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
@@ -712,10 +715,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       next_stage();
     }
     if (!run.ends) {
-      float* to = UnfinishedSlot(b, run, kKey / kKeyBlock, 64 * warpgroup);
-      LeaveUnfinished(to, ds);
-      LeaveUnfinished(to + 32 * kWarpgroup, dk_upper);
-      LeaveUnfinished(to + 64 * kWarpgroup, dk_lower);
+      LeaveUnfinished(UnfinishedOf(b, run, kKeyIndex, warpgroup), ds, dk_upper, dk_lower);
       return;
     }
     ptx::NamedBarrier(1, 3 * kWarpgroup);

@@ -19,13 +19,15 @@ std::int64_t SegmentsOf(std::int64_t chunks, int segments_wanted) {
 
 // Chunks and segments of the sequences; false where they pass what kernels count, or float16 holds.
 bool CutSequences(const Inputs& inputs, int segments_wanted, ForwardPlan& plan) {
-  std::int64_t chunks = 0, segments = 0, longest = 0, most_segments = 1, sequences = 0;
+  std::int64_t chunks = 0, segments = 0, shortest = INT_MAX, longest = 0, most_segments = 1;
+  std::int64_t sequences = 0;
   const auto add = [&](std::int64_t tokens, std::int64_t times) {
     if (tokens == 0) return;
     const std::int64_t c = DivideUp(tokens, kChunk);
     const std::int64_t s = SegmentsOf(c, segments_wanted);
     chunks += times * c;
     segments += times * s;
+    shortest = std::min(shortest, c);
     longest = std::max(longest, c);
     most_segments = std::max(most_segments, s);
     sequences += times;
@@ -49,6 +51,8 @@ bool CutSequences(const Inputs& inputs, int segments_wanted, ForwardPlan& plan) 
   layout.num_segments = static_cast<int>(segments);
   layout.segments_wanted = segments_wanted;
   layout.segment_levels = std::bit_width(static_cast<std::uint64_t>(most_segments - 1));
+  plan.shortest = static_cast<int>(shortest);
+  plan.longest = static_cast<int>(longest);
   plan.weight_rows = kLocalLevels + std::bit_width(static_cast<std::uint64_t>(longest - 1));
   if (!packed) {
     layout.length = static_cast<int>(inputs.q.size(1));

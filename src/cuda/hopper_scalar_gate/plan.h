@@ -24,8 +24,9 @@ struct ForwardWorkspace {
 };
 
 struct ForwardPlan {
-  Layout layout;     // without its table pointers
-  int key_size = 0;  // 64, 128 or 256
+  Layout layout;                  // without its table pointers
+  int shortest = 0, longest = 0;  // chunks of a sequence that has any
+  int key_size = 0;               // 64, 128 or 256
   int value_tiles = 0;
   int weight_rows = 0;
   int multiprocessors = 0;
@@ -61,8 +62,7 @@ struct BackwardWorkspace {
 struct BackwardPlan {
   ForwardPlan forward;  // with K padded to 128 or 256, and the backward's heads_per_pass
   RunRule node_runs, local_runs;
-  int shortest = 0, longest = 0;  // chunks of a sequence
-  int MostLocalRuns(int heads_in_group) const { return local_runs.Runs(shortest, heads_in_group); }
+  int MostLocalRuns() const { return local_runs.Runs(forward.shortest); }
   BackwardWorkspace workspace;
 };
 

@@ -53,7 +53,7 @@ __device__ __forceinline__ void SumReads(const BackwardParams& b, const SegmentP
                                          std::uint32_t empty, std::uint32_t shared) {
   using Shape = SegmentReadsShape;
   const ForwardParams& p = b.forward;
-  const int first = place.index << place.log_segment;
+  const int first = place.first();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int matrix_row = ((lane >> 4) & 1) * 8 + (lane & 7);
@@ -176,8 +176,7 @@ __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
   const SegmentPlace place = PlaceOfSegment(p.layout, segment);
   const int nodes = min(Shape::kNodes, __popc(place.index) - Shape::kNodes * part);
   if (nodes <= 0) return;
-  const int first = place.index << place.log_segment;
-  const int count = min(1 << place.log_segment, place.num_chunks - first);
+  const int first = place.first(), count = place.count();
 
   const int warp_in_block = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp_in_block >= 8) {
