@@ -19,6 +19,7 @@ using support::Gate;
 using support::Layout;
 using support::ProblemSpec;
 using testing::ExpectClose;
+using testing::ExpectSame;
 using testing::NextSeed;
 
 struct Case {
@@ -119,14 +120,6 @@ const Case kCases[] = {
 
 INSTANTIATE_TEST_SUITE_P(Cases, HopperKernels, ::testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
-
-void ExpectSame(const reference::Gradients& a, const reference::Gradients& b) {
-  EXPECT_EQ(a.q.data, b.q.data);
-  EXPECT_EQ(a.k.data, b.k.data);
-  EXPECT_EQ(a.v.data, b.v.data);
-  EXPECT_EQ(a.g.data, b.g.data);
-  EXPECT_EQ(a.level_scales.data, b.level_scales.data);
-}
 
 // Heads in several passes, through which sums over the heads of a group go on as if there was one.
 // With one group its runs of heads, of which short sequences have more, begin and end inside

@@ -6,35 +6,19 @@ namespace {
 
 using reference::Arguments;
 using reference::Gradients;
-using reference::Tensor;
 using support::ProblemSpec;
 using support::RunOptions;
 using testing::ExpectClose;
+using testing::ExpectSame;
+using testing::kGradientFields;
 using testing::NextSeed;
 
 FENWICK_PROPERTY_SUITE(BatchTest);
 
-constexpr Tensor Gradients::*kFields[] = {&Gradients::q,    &Gradients::k,
-                                          &Gradients::v,    &Gradients::g,
-                                          &Gradients::beta, &Gradients::level_scales};
-
-void ExpectSame(const char* name, const Tensor& a, const Tensor& b) {
-  ASSERT_EQ(a.sizes, b.sizes) << name;
-  EXPECT_EQ(a.data, b.data) << name << " is not bitwise equal";
-}
-
-void ExpectSame(const Gradients& a, const Gradients& b) {
-  for (const auto field : kFields) ExpectSame("gradient", a.*field, b.*field);
-  ExpectSame("d_initial_state.nodes", a.initial_state.nodes, b.initial_state.nodes);
-  ExpectSame("d_initial_state.k", a.initial_state.k, b.initial_state.k);
-  ExpectSame("d_initial_state.v", a.initial_state.v, b.initial_state.v);
-  ExpectSame("d_initial_state.g", a.initial_state.g, b.initial_state.g);
-}
-
 // Values of row b of a batch.
 Gradients RowOf(const Gradients& all, std::int64_t b) {
   Gradients row;
-  for (const auto field : kFields) row.*field = support::Slice(all.*field, 0, b, b + 1);
+  for (const auto field : kGradientFields) row.*field = support::Slice(all.*field, 0, b, b + 1);
   row.initial_state = support::SliceState(all.initial_state, b, b + 1);
   return row;
 }
@@ -128,7 +112,7 @@ TEST_P(BatchTest, APackedSequenceIsBitwiseTheSequenceAlone) {
                  result.final_state.nodes);
       const auto grad =
           support::RunBackward(alone, support::Slice(problem.d_o, 1, begin, end), {}, spec.options);
-      for (const auto field : kFields) {
+      for (const auto field : kGradientFields) {
         if (!(grad.*field).given()) continue;
         ExpectSame("gradient", support::Slice(packed_grad.*field, 1, begin, end), grad.*field);
       }

@@ -67,6 +67,24 @@ inline void ExpectClose(const reference::Gradients& out, const reference::Gradie
   ExpectClose("dlevel_scales", out.level_scales, ref.level_scales, tolerance);
 }
 
+// Bitwise equality.
+inline constexpr reference::Tensor reference::Gradients::*kGradientFields[] = {
+    &reference::Gradients::q, &reference::Gradients::k,    &reference::Gradients::v,
+    &reference::Gradients::g, &reference::Gradients::beta, &reference::Gradients::level_scales};
+
+inline void ExpectSame(const char* name, const reference::Tensor& a, const reference::Tensor& b) {
+  ASSERT_EQ(a.sizes, b.sizes) << name;
+  EXPECT_EQ(a.data, b.data) << name << " is not bitwise equal";
+}
+
+inline void ExpectSame(const reference::Gradients& a, const reference::Gradients& b) {
+  for (const auto field : kGradientFields) ExpectSame("gradient", a.*field, b.*field);
+  ExpectSame("d_initial_state.nodes", a.initial_state.nodes, b.initial_state.nodes);
+  ExpectSame("d_initial_state.k", a.initial_state.k, b.initial_state.k);
+  ExpectSame("d_initial_state.v", a.initial_state.v, b.initial_state.v);
+  ExpectSame("d_initial_state.g", a.initial_state.g, b.initial_state.g);
+}
+
 // Suite base: TEST_P bodies run once for each available device and transition.
 struct Target {
   Device device;
