@@ -32,6 +32,8 @@ constexpr NamedMixer kMixers[] = {
   throw Error("config: " + key + ": expected " + expected + ", got " + came);
 }
 
+std::string OneTo(std::int64_t most) { return "1 to " + std::to_string(most); }
+
 bool Present(const json& object, const char* key) {
   return object.contains(key) && !object.at(key).is_null();
 }
@@ -204,11 +206,13 @@ void ModelConfig::Validate() const {
   }
   if (mixer != MixerKind::kAttention) {
     const auto head_size = [](const char* key, std::int64_t size) {
-      if (size < 1 || size > kMaxHeadSize) Reject(key, "1 to 512", std::to_string(size));
+      if (size < 1 || size > kMaxHeadSize) Reject(key, OneTo(kMaxHeadSize), std::to_string(size));
     };
     head_size(IsMamba(mixer) ? "state_size" : "head_dim", KeySize());
     head_size(IsMamba(mixer) ? "head_dim" : "expand_v * head_dim", ValueSize());
-    if (conv_kernel > kMaxConvWidth) Reject("conv_kernel", "1 to 32", std::to_string(conv_kernel));
+    if (conv_kernel > kMaxConvWidth) {
+      Reject("conv_kernel", OneTo(kMaxConvWidth), std::to_string(conv_kernel));
+    }
   }
   if (IsMamba(mixer) && InnerSize() != Expanded(*this)) {
     Reject("num_heads",
@@ -226,8 +230,8 @@ void ModelConfig::Validate() const {
     if (!(rope_theta > 0)) Reject("rope_theta", "more than 0", std::to_string(rope_theta));
   }
   if (IsLogLinear(mixer)) {
-    if (num_levels < 1 || num_levels > 62) {
-      Reject("max_num_levels", "1 to 62", std::to_string(num_levels));
+    if (num_levels < 1 || num_levels > kMaxLevels) {
+      Reject("max_num_levels", OneTo(kMaxLevels), std::to_string(num_levels));
     }
   }
   if (conv_init < 0) Reject("conv_init", "at least 0", std::to_string(conv_init));

@@ -10,6 +10,8 @@
 
 namespace fenwick::models {
 
+inline constexpr std::int64_t kMaxLevels = 62;  // of a position that fits in 64 bits
+
 // The token mixer of every block; the JSON key is `model_type`.
 enum class MixerKind : std::uint8_t {
   kLogLinearMamba2,         // "log_linear_mamba2"

@@ -62,7 +62,7 @@ void ValidateOptions(const TrainOptions& options) {
   RequireAtLeast<Int>("--heads", options.heads, 0);
   RequireAtLeast<Int>("--head-dim", options.head_dim, 1);
   RequireAtLeast<Int>("--state", options.state, 1);
-  RequireBetween("--levels", static_cast<double>(options.levels), 1, 62);
+  RequireBetween("--levels", static_cast<double>(options.levels), 1, models::kMaxLevels);
   RequireAtLeast<Int>("--length", options.length, 1);
   RequireAtLeast<Int>("--steps", options.steps, 1);
   RequireAtLeast<Int>("--batch", options.batch, 1);

@@ -47,11 +47,23 @@ tasks::TrainOptions OptionsOfModel(const std::string& path, const json& config,
   return options;
 }
 
+// config.json of a run, or of a model that save_pretrained wrote.
+json ReadModelConfig(const std::filesystem::path& file) {
+  const std::string text = tasks::ReadFile(file);
+  try {
+    json config = models::ParseJson(text);
+    if (!config.is_object()) throw Error("expected a JSON object");
+    return config;
+  } catch (const Error& error) {
+    throw Error(file.string() + ": " + error.what());
+  }
+}
+
 Loaded LoadRun(const std::string& path, const std::string& device, const std::string& dtype) {
   Loaded run;
   run.model = models::LoadModel(path);
   const std::filesystem::path file = tasks::RunFolder{path}.config();
-  const json config = models::ParseJson(tasks::ReadFile(file));
+  const json config = ReadModelConfig(file);
   run.options = config.contains("fenwick_run")
                     ? tasks::OptionsFromJson(config["fenwick_run"], file.string())
                     : OptionsOfModel(path, config, run.model->config());
@@ -126,14 +138,7 @@ int RunInfo(const InfoOptions& options) {
     return 0;
   }
   const tasks::RunFolder folder{options.path};
-  const std::string text = tasks::ReadFile(folder.config());
-  json config;
-  try {
-    config = models::ParseJson(text);
-    if (!config.is_object()) throw Error("expected a JSON object");
-  } catch (const Error& error) {
-    throw Error(folder.config().string() + ": " + error.what());
-  }
+  const json config = ReadModelConfig(folder.config());
   std::printf("%s\n", config.value("fenwick_run", config).dump(2).c_str());
   if (std::filesystem::exists(folder.model())) {
     std::printf("parameters: %lld\n",

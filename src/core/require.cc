@@ -32,7 +32,8 @@ std::string ShapeText(const TensorView& view) {
 
 void RequireGiven(const std::string& name, const TensorView& view) {
   if (!view.given()) Fail(name, "a tensor", "none");
-  if (view.rank > kMaxRank) Fail(name, "at most 5 axes", std::to_string(view.rank));
+  if (view.rank > kMaxRank)
+    Fail(name, "at most " + std::to_string(kMaxRank) + " axes", std::to_string(view.rank));
 }
 
 void RequireNotGiven(const std::string& name, const TensorView& view, const char* when) {

@@ -20,8 +20,10 @@ const char* DTypeName(DType dtype) {
 
 TensorView::TensorView(void* data, DType dtype, std::initializer_list<std::int64_t> sizes)
     : data(data), dtype(dtype), rank(static_cast<int>(sizes.size())) {
-  if (rank > kMaxRank)
-    throw Error("tensor view: expected at most 5 axes, got " + std::to_string(rank));
+  if (rank > kMaxRank) {
+    throw Error("tensor view: expected at most " + std::to_string(kMaxRank) + " axes, got " +
+                std::to_string(rank));
+  }
   std::copy(sizes.begin(), sizes.end(), this->sizes.begin());
   std::int64_t stride = 1;
   for (int i = rank - 1; i >= 0; --i) {
