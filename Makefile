@@ -2,12 +2,13 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-PRESET ?= default
 BUILD := build
 PYTHON := .venv/bin/python
 PYTESTS := tests/torch tests/python
 # Builds in several folders share ccache's objects (.ci/run says the same).
 export CCACHE_NOHASHDIR ?= 1
+# ON or OFF: the CUDA kernels. Empty: where there is nvcc, a GPU and a torch that can use it.
+CUDA ?=
 # Parallel compilers: one per core, but no more than memory allows (2 GB each).
 JOBS ?= $(shell awk -v n=$$(nproc) '/MemAvailable/ {m = int($$2 / 2000000); print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
 
@@ -21,8 +22,12 @@ setup: ## install Debian packages and the virtual environment
 
 build: setup ## build everything; the program is build/bin/fenwick
 	@mkdir -p $(BUILD)
-	@[[ -f $(BUILD)/CMakeCache.txt && -f $(BUILD)/build.ninja ]] || \
-		cmake --preset $(PRESET) >$(BUILD)/configure.log 2>&1 || { cat $(BUILD)/configure.log; exit 1; }
+	@[[ -f $(BUILD)/CMakeCache.txt && -f $(BUILD)/build.ninja ]] || { \
+		cuda=$(CUDA); \
+		[[ -n $$cuda ]] || { command -v nvcc >/dev/null && $(PYTHON) -c \
+			'import torch; raise SystemExit(not torch.cuda.is_available())' && cuda=ON || cuda=OFF; }; \
+		cmake --preset default -DFENWICK_CUDA=$$cuda >$(BUILD)/configure.log 2>&1; \
+	} || { cat $(BUILD)/configure.log; exit 1; }
 	@cmake --build $(BUILD) --parallel $(JOBS)
 
 demo: build ## verify, train, generate and measure on this machine (about 8 minutes after the build)

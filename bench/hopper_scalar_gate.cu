@@ -740,6 +740,9 @@ std::vector<Case> TimeCases() {
                      .V = 128});
   }
   cases.push_back({.name = "H 48 K 128 V 64 T 1048576", .B = 1, .T = 1 << 20, .H = 48});
+  cases.push_back({.name = "8 rows of 2048", .B = 8, .T = 2048, .H = 48});
+  cases.push_back({.name = "float16 8192", .T = 8192, .H = 48, .dtype = DType::kFloat16});
+  cases.push_back({.name = "K 256 V 64 T 8192", .T = 8192, .H = 48, .K = 256});
   cases.push_back(
       {.name = "packed 32768", .H = 48, .packed = {8192, 100, 4000, 1, 2000, 12000, 475, 6000}});
   return cases;

@@ -88,14 +88,15 @@ class Bar:
 
 
 class Demo:
-    def __init__(self, out, program, minutes, quick):
-        self.out, self.program, self.quick = out, program, quick
+    def __init__(self, out, program, device, minutes, quick):
+        self.out, self.program, self.device, self.quick = out, program, device, quick
         self.scale = minutes / 8
         self.cores = len(os.sched_getaffinity(0))
         self.results = {
             "commands": {},
             "failed": [],
             "cores": self.cores,
+            "device": device,
             "minutes": minutes,
             "quick": quick,
         }
@@ -171,6 +172,8 @@ class Demo:
             words = [
                 "train",
                 "mqar",
+                "--device",
+                self.device,
                 "--model",
                 model,
                 "--lr",
@@ -232,6 +235,8 @@ class Demo:
             words = [
                 "train",
                 "text",
+                "--device",
+                self.device,
                 "--model",
                 model,
                 "--data",
@@ -277,6 +282,8 @@ class Demo:
             [
                 "generate",
                 runs[1][0],
+                "--device",
+                self.device,
                 "--prompt",
                 "import numpy as np\n\n\ndef ",
                 "--tokens",
@@ -295,11 +302,12 @@ class Demo:
 
     def decode(self, bar):
         contexts = CONTEXTS[:1] if self.quick else CONTEXTS
-        words = ["bench", "decode", "--json", "--contexts", ",".join(map(str, contexts))]
+        lengths = ",".join(map(str, contexts))
+        words = ["bench", "decode", "--json", "--device", self.device, "--contexts", lengths]
         bar.update(0.0, "decoding")
         self.results["decode"] = json.loads(self.call(words, self.out / "decode.json"))
         self.results["commands"]["decode"] = (
-            f"build/bin/fenwick bench decode --contexts {words[-1]}"
+            f"build/bin/fenwick bench decode --device {self.device} --contexts {lengths}"
         )
         return f"{len(contexts)} lengths of context"
 
@@ -333,6 +341,13 @@ def example(run):
     return " ".join(["build/bin/fenwick", *map(str, words), "--out", f"out/{folder.name}"])
 
 
+def device_of(program):
+    """cuda where the program has the kernels and a GPU, else cpu."""
+    info = subprocess.run([program, "info"], capture_output=True, text=True).stdout
+    found = [line.split()[1] for line in info.splitlines() if line.startswith("cuda")]
+    return "cuda" if found and found[0] != "none" else "cpu"
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -343,6 +358,7 @@ def main():
         default=float(os.environ.get("FENWICK_DEMO_MINUTES", 8)),
         help="time to plan for on 2 cores (default: FENWICK_DEMO_MINUTES or 8)",
     )
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where the program finds it)")
     parser.add_argument("--quick", action="store_true", help="a run of a minute that shows nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "out/demo")
     parser.add_argument("--program", type=Path, default=ROOT / "build/bin/fenwick")
@@ -352,7 +368,8 @@ def main():
         return 2
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
-    demo = Demo(options.out, options.program, options.minutes, options.quick)
+    device = options.device or device_of(options.program)
+    demo = Demo(options.out, options.program, device, options.minutes, options.quick)
     try:
         status = demo.run()
     except KeyboardInterrupt:

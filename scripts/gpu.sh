@@ -6,7 +6,8 @@
 #   scripts/gpu.sh OUT [PART ...]     PART: build test sanitize torch bench (default: all)
 #
 # Logs and figures are left in the folder OUT; a failing part does not stop the next ones.
-# BUILD_DIR names another build folder; JOBS the number of compilers.
+# BUILD_DIR names another build folder; JOBS the number of compilers; TARGETS what is built; TORCH=ON
+# builds for torch without running its part.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -59,8 +60,8 @@ configure() {
 }
 
 if wants build; then
-  wants torch && torch=ON || torch=OFF
-  run configure configure "$torch"
+  wants torch && TORCH=ON
+  run configure configure "${TORCH:-OFF}"
   run build ninja -C "$build" -j "$jobs" -k 0 ${TARGETS:-}
 fi
 
@@ -86,6 +87,7 @@ fi
 if wants torch; then
   run torch env "FENWICK_TORCH_LIBRARY=$PWD/$build/lib/libfenwick_torch.so" \
     "$python" -m pytest -q tests/torch tests/python/test_cuda_graphs.py
+  run models "$build/bin/models_test" '--gtest_filter=*OnCuda*'
 fi
 
 if wants bench; then

@@ -265,9 +265,10 @@ def processor():
 
 
 def write(results, out):
+    gpu = ", models on the GPU" if results["device"] != "cpu" else ""
     parts = [
         "# fenwick: the demonstration\n",
-        f"{results['cores']} cores of {processor()}; {results['seconds'] / 60:.1f} minutes "
+        f"{results['cores']} cores of {processor()}{gpu}; {results['seconds'] / 60:.1f} minutes "
         f"(planned: {results['minutes']:g})."
         + (
             " `--quick`: sizes that show nothing but that every stage works."
