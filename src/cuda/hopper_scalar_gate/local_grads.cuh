@@ -288,13 +288,14 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
   const std::uint32_t offset = SwizzledOffset(16 * warp + MatrixRow(lane), MatrixGroup(lane));
   const std::uint32_t keys = shared + Shape::kKeys;
   const std::uint32_t p0 = shared + Shape::kP, p1 = p0 + Shape::kHalf, cross = p0 + kTileBytes;
+  // Of a packed sequence's last chunk; all warpgroups together, in the same order.
   const auto zero_tail = [&](std::uint32_t tile, int count) {
     if (place.valid == kChunk || !packed) return;
     for (int i = 0; i < count; ++i) {
-      ZeroRows(tile + i * kTileBytes, place.valid, kChunk, thread, kWarpgroup);
+      ZeroRows(tile + i * kTileBytes, place.valid, kChunk, threadIdx.x, 3 * kWarpgroup);
     }
     ptx::FenceAsyncShared();
-    ptx::NamedBarrier(2 + warpgroup, kWarpgroup);
+    ptx::NamedBarrier(1, 3 * kWarpgroup);
   };
   float scores[32];
   const auto add_scores = [&](std::uint32_t q_tiles, std::uint32_t k_tiles, bool accumulate) {
@@ -354,10 +355,10 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
                             b.dv_head_stride, p.value_size, b.dv_mapped,       packed};
     float dp[32];
     // dP of the tile in the current stage; after the last one, of what else is there, for nothing.
-    const auto start_dp = [&] {
+    const auto start_dp = [&](bool exists) {
       ptx::BarrierWait(full + 8 * stage, parity);
       const std::uint32_t d_o = shared + Shape::kRing + stage * Shape::kStageBytes;
-      zero_tail(d_o, 2);
+      if (exists) zero_tail(d_o, 2);
       ptx::PinRegisters(dp);
       ptx::WgmmaFence();
       const std::uint64_t rows = descriptor(d_o + warpgroup * Shape::kHalf);
@@ -369,7 +370,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       }
       ptx::WgmmaCommit();
     };
-    start_dp();
+    start_dp(true);
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const std::uint32_t d_o = shared + Shape::kRing + stage * Shape::kStageBytes;
@@ -556,7 +557,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
         if (warpgroup == 0 && !kSecond) ptx::BarrierArrive(cross_empty + 8 * buffer);
       }
       next_stage();
-      start_dp();
+      start_dp(tile + 1 < tiles);
       if constexpr (kSecond) {
 #pragma unroll
         for (int n = 0; n < 32; ++n) __stcs(share + n * kWarpgroup, dv[n]);

@@ -218,9 +218,10 @@ struct OutputConsumer {
       }
 
       const int v_stage = WaitStage();
-      if (item.garbage_from < kChunk) {
-        ZeroRows(shared + v_stage * Shape::kTileBytes, item.garbage_from, 64 * (at.half + 1),
-                 threadIdx.x % kWarpgroup, kWarpgroup);
+      // Each warpgroup for itself: half 1 stores nothing where half 0 has a row to be zeroed.
+      if (item.garbage_from < 64 * (at.half + 1)) {
+        ZeroRows(shared + v_stage * Shape::kTileBytes, max(item.garbage_from, 64 * at.half),
+                 64 * (at.half + 1), threadIdx.x % kWarpgroup, kWarpgroup);
         ptx::FenceAsyncShared();
         ptx::NamedBarrier(1 + at.half, kWarpgroup);
       }
