@@ -33,14 +33,24 @@ KeyGradient MakeKeyGradient(const TensorView& out, float* partials) {
   return d;
 }
 
+RunRange MakeRunRange(const RunRule& rule, const ForwardPlan& plan) {
+  RunRange range;
+  range.rule = rule;
+  if (rule.Heads(plan.shortest) == rule.Heads(plan.longest)) {
+    range.heads = rule.Heads(plan.longest);
+    range.runs = rule.Runs(plan.longest);
+  }
+  return range;
+}
+
 BackwardParams MakeBackwardParams(const BackwardPlan& plan, const Inputs& inputs,
                                   const Gradients& gradients, char* workspace,
                                   cudaStream_t stream) {
   BackwardParams b;
   b.forward = SetUpForward(plan.forward, plan.workspace.forward, inputs, workspace, stream);
   b.tokens = static_cast<int>(inputs.q.size(1));
-  b.node_runs.rule = plan.node_runs;
-  b.local_runs.rule = plan.local_runs;
+  b.node_runs = MakeRunRange(plan.node_runs, plan.forward);
+  b.local_runs = MakeRunRange(plan.local_runs, plan.forward);
   const BackwardWorkspace& w = plan.workspace;
   const auto floats = [workspace](std::size_t offset) {
     return reinterpret_cast<float*>(workspace + offset);
@@ -204,8 +214,8 @@ void Backward(const Inputs& inputs, const TensorView& d_o, const StateGradView& 
     b.first_in_group = head % heads_in_group;
     const int pass_end = b.first_in_group + std::min(heads_in_group, b.forward.num_heads);
     for (RunRange* runs : {&b.node_runs, &b.local_runs}) {
-      const int shortest = runs->rule.Heads(plan.forward.shortest);
-      runs->begin = b.first_in_group / runs->rule.Heads(plan.forward.longest);
+      const int shortest = runs->Heads(plan.forward.shortest);
+      runs->begin = b.first_in_group / runs->Heads(plan.forward.longest);
       runs->count = (pass_end + shortest - 1) / shortest - runs->begin;
     }
     b.partial_stride =

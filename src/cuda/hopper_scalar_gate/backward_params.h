@@ -43,7 +43,11 @@ struct RunRule {
 // The runs of a launch: those that the pass holds heads of, in any sequence.
 struct RunRange {
   RunRule rule;
+  int heads = 0, runs = 0;  // of every sequence (divisions saved); 0: they are cut differently
   int begin = 0, count = 1;
+
+  constexpr int Heads(int chunks) const { return heads > 0 ? heads : rule.Heads(chunks); }
+  constexpr int Runs(int chunks) const { return heads > 0 ? runs : rule.Runs(chunks); }
 };
 
 // dq or dk: sums over the heads of a q/k group.

@@ -16,7 +16,7 @@ struct HeadRun {
   int first_head, heads;  // within the pass; none: not positive
   bool begins, ends;      // the run's first and last head are among them
   int group;              // of q and k, within the pass
-  int run;                // within the group
+  int run, runs;          // within the group; of the chunk's sequence
 };
 
 // Grid x: chunks x runs x q/k groups of the pass.
@@ -29,7 +29,8 @@ __device__ __forceinline__ HeadRun PlaceOfRun(const BackwardParams& b, int block
   r.run = runs.begin + rest % runs.count;
   r.group = rest / runs.count;
   r.place = PlaceOfChunk(p.layout, static_cast<int>(r.chunk));
-  const int heads_per_run = runs.rule.Heads(r.place.num_chunks);
+  r.runs = runs.Runs(r.place.num_chunks);
+  const int heads_per_run = runs.Heads(r.place.num_chunks);
   // Within the group.
   const int begin = r.run * heads_per_run, end = min(begin + heads_per_run, p.heads_per_group);
   const int pass_end = b.first_in_group + min(p.heads_per_group, p.num_heads);
@@ -42,15 +43,16 @@ __device__ __forceinline__ HeadRun PlaceOfRun(const BackwardParams& b, int block
 }
 
 // Token t of the chunk in a [B, T] axis.
-__device__ __forceinline__ std::size_t TokenRow(const BackwardParams& b, const HeadRun& r, int t) {
-  return static_cast<std::size_t>(r.place.batch) * b.tokens + r.place.token + t;
+__device__ __forceinline__ std::size_t TokenRow(const BackwardParams& b, const ChunkPlace& place,
+                                                int t) {
+  return static_cast<std::size_t>(place.batch) * b.tokens + place.token + t;
 }
 
 // Row t of partial sums [runs, B, T, P, K].
 __device__ __forceinline__ float* PartialRow(const BackwardParams& b, const HeadRun& r,
                                              float* partials, int t) {
   return partials + r.run * b.partial_stride +
-         (TokenRow(b, r, t) * b.num_groups + r.group) * b.forward.key_size;
+         (TokenRow(b, r.place, t) * b.num_groups + r.group) * b.forward.key_size;
 }
 
 // Rows t0 and t0 + 8 of an accumulator of 64 columns, to partial sums.
@@ -86,15 +88,16 @@ __device__ __forceinline__ void LoadPartial(const BackwardParams& b, const HeadR
   }
 }
 
-// Columns column + step * n, + 1 of one row of dq or dk, summed over the local kernel's runs: adds
-// the other share and stores the gradient.
+// Columns column + step * n, + 1 of dq or dk of the chunk's token t, summed over the local kernel's
+// runs: adds the other share and stores the gradient.
 template <typename Element, int kPairs>
 __device__ __forceinline__ void FinishRow(const BackwardParams& b, const ChunkPlace& place,
-                                          const KeyGradient& to, std::size_t token, int group,
-                                          int column, int step, float2 (&x)[kPairs]) {
+                                          const KeyGradient& to, int t, int group, int column,
+                                          int step, float2 (&x)[kPairs]) {
   if (to.addends != nullptr) {
-    const float* addend = to.addends + (token * b.num_groups + group) * b.forward.key_size + column;
-    const int runs = b.node_runs.rule.Runs(place.num_chunks);
+    const float* addend =
+        to.addends + (TokenRow(b, place, t) * b.num_groups + group) * b.forward.key_size + column;
+    const int runs = b.node_runs.Runs(place.num_chunks);
     for (int run = 0; run < runs; ++run, addend += b.partial_stride) {
       float2 y[kPairs];
 #pragma unroll
@@ -105,8 +108,8 @@ __device__ __forceinline__ void FinishRow(const BackwardParams& b, const ChunkPl
       for (int n = 0; n < kPairs; ++n) x[n].x += y[n].x, x[n].y += y[n].y;
     }
   }
-  auto* out = static_cast<typename Element::Storage*>(to.out) + token / b.tokens * to.batch_stride +
-              token % b.tokens * to.token_stride + (b.group_begin + group) * to.group_stride;
+  auto* out = static_cast<typename Element::Storage*>(to.out) + place.batch * to.batch_stride +
+              (place.token + t) * to.token_stride + (b.group_begin + group) * to.group_stride;
 #pragma unroll
   for (int n = 0; n < kPairs; ++n) {
     const int k = column + step * n;
@@ -124,9 +127,7 @@ template <typename Element>
 __device__ __forceinline__ void StoreKeyGradient(const BackwardParams& b, const HeadRun& r,
                                                  const KeyGradient& to, const float (&d)[32],
                                                  int t0, int column) {
-  if (b.local_runs.rule.Runs(r.place.num_chunks) > 1) {
-    return StorePartial(b, r, to.partials, d, t0, column);
-  }
+  if (r.runs > 1) return StorePartial(b, r, to.partials, d, t0, column);
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const int t = t0 + 8 * half;
@@ -137,7 +138,7 @@ __device__ __forceinline__ void StoreKeyGradient(const BackwardParams& b, const 
       x[n] =
           half == 0 ? make_float2(d[4 * n], d[4 * n + 1]) : make_float2(d[4 * n + 2], d[4 * n + 3]);
     }
-    FinishRow<Element>(b, r.place, to, TokenRow(b, r, t), r.group, column, 8, x);
+    FinishRow<Element>(b, r.place, to, t, r.group, column, 8, x);
   }
 }
 
@@ -161,18 +162,18 @@ __global__ void __launch_bounds__(kReduceThreads)
   rest /= b.key_blocks;
   const int group = rest % b.num_groups;
   const ChunkPlace place = PlaceOfChunk(p.layout, rest / b.num_groups);
-  const int runs = b.local_runs.rule.Runs(place.num_chunks);
+  const int runs = b.local_runs.Runs(place.num_chunks);
   const int t = block * kReduceRows + threadIdx.x / kThreadsPerRow;
   if (runs == 1 || t >= place.valid) return;
-  const std::size_t token = static_cast<std::size_t>(place.batch) * b.tokens + place.token + t;
   const int column = key_block * kKeyBlock + static_cast<int>(threadIdx.x % kThreadsPerRow) * 4;
-  const float* from = to.partials + (token * b.num_groups + group) * p.key_size + column;
+  const float* from =
+      to.partials + (TokenRow(b, place, t) * b.num_groups + group) * p.key_size + column;
   float2 x[2] = {};
   for (int run = 0; run < runs; ++run, from += b.partial_stride) {
     const float4 y = __ldcs(reinterpret_cast<const float4*>(from));
     x[0].x += y.x, x[0].y += y.y, x[1].x += y.z, x[1].y += y.w;
   }
-  FinishRow<Element>(b, place, to, token, group, column, 2, x);
+  FinishRow<Element>(b, place, to, t, group, column, 2, x);
 }
 
 }  // namespace fenwick::cuda::hopper

@@ -72,7 +72,7 @@ __device__ __forceinline__ SegmentPlace PlaceOfSequence(const Layout& layout, in
   place.index = 0;
   place.num_chunks = DivideUp(place.length, kChunk);
   place.log_segment = LogSegment(place.num_chunks, layout.segments_wanted);
-  place.num_segments = DivideUp(place.num_chunks, 1 << place.log_segment);
+  place.num_segments = (place.num_chunks + (1 << place.log_segment) - 1) >> place.log_segment;
   return place;
 }
 
