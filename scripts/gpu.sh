@@ -47,9 +47,12 @@ nvidia-smi --query-gpu=name,compute_cap,driver_version,memory.total --format=csv
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
 [[ $capability == 90 ]] && capability=90a
 
+# configure BUILD OPTION...
 configure() {
-  local options=(-DFENWICK_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$capability"
-    -DFENWICK_TORCH="$1" "-DPython3_EXECUTABLE=$(command -v "$python")")
+  local build=$1
+  shift
+  local options=(-DFENWICK_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$capability" "$@"
+    "-DPython3_EXECUTABLE=$(command -v "$python")")
   if [[ ! -e /usr/include/hwy/highway.h ]]; then
     local root=$PWD/$build/packages
     mkdir -p "$root"
@@ -61,7 +64,7 @@ configure() {
 
 if wants build; then
   wants torch && TORCH=ON
-  run configure configure "${TORCH:-OFF}"
+  run configure configure "$build" "-DFENWICK_TORCH=${TORCH:-OFF}"
   run build ninja -C "$build" -j "$jobs" -k 0 ${TARGETS:-}
 fi
 
@@ -79,9 +82,16 @@ if wants sanitize; then
   for tool in memcheck racecheck; do
     run "$tool" timeout 240 compute-sanitizer --tool "$tool" --error-exitcode 9 \
       "$build/bin/cuda_general_test"
-    [[ $capability == 90a ]] && run "hopper_$tool" timeout 240 compute-sanitizer --tool "$tool" \
-      --error-exitcode 9 "$build/bin/cuda_hopper_test" '--gtest_filter=*Plain:*Packed'
   done
+  if [[ $capability == 90a ]]; then
+    run hopper_memcheck timeout 240 compute-sanitizer --tool memcheck --error-exitcode 9 \
+      "$build/bin/cuda_hopper_test" '--gtest_filter=*Plain:*Packed'
+    # Kernels whose barriers racecheck understands.
+    run racecheck_configure configure "$build/racecheck" -DFENWICK_TORCH=OFF -DFENWICK_RACECHECK=ON
+    run racecheck_build ninja -C "$build/racecheck" -j "$jobs" cuda_hopper_test
+    run hopper_racecheck timeout 240 compute-sanitizer --tool racecheck --error-exitcode 9 \
+      "$build/racecheck/bin/cuda_hopper_test" '--gtest_filter=*Plain:*Packed'
+  fi
 fi
 
 if wants torch; then

@@ -24,7 +24,6 @@
 #pragma once
 
 #include "cuda/general/step_fold.cuh"
-#include "cuda/ptx/async.cuh"
 
 namespace fenwick::cuda::general {
 
@@ -96,32 +95,6 @@ __device__ inline void ReadNodes(const StepBlock<T>& block, const T* nodes, std:
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) AddScaled(sum[tile], scale[r], x[r][tile]);
-    }
-  }
-}
-
-// Brings the first rows that ReadNodes will read into the L2 cache, 128 bytes an access, while the
-// ring is worked on: as many as there is room for, if all resident blocks do so.
-template <int kTiles, typename T>
-__device__ inline void PrefetchNodes(const StepBlock<T>& block, const T* nodes,
-                                     std::uint64_t live) {
-  const StepProblem& problem = block.problem;
-  constexpr int kPieces = kTiles * kTileColumns<T> * static_cast<int>(sizeof(T)) / 128;  // of a row
-  if constexpr (kPieces > 0) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = threadIdx.x + i * kStepThreads;
-      int k = at / kPieces;
-      const int column = block.v0 + at % kPieces * kTileColumns<T>;
-      std::uint64_t rest = live;
-      while (k >= problem.K && rest != 0) {
-        k -= problem.K;
-        rest &= rest - 1;
-      }
-      if (rest != 0 && column < problem.V) {
-        ptx::Prefetch(nodes + (__ffsll(rest) - 1) * problem.state_size() +
-                      static_cast<std::int64_t>(k) * problem.V + column);
-      }
     }
   }
 }
@@ -224,7 +197,6 @@ __global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
     const int slot = static_cast<int>(threadIdx.x) - kStateRing;
     const bool has_token = threadIdx.x < count;
     const bool has_node = slot >= 0 && slot < kMaxSlots && (live >> slot & 1) != 0;
-    PrefetchNodes<kTiles>(block, nodes, live);
     T level_scale = 0;
     if (has_token || has_node) {
       const std::int64_t chunk = block.base / kChunk;

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
       ptx::BarrierInit(full + 8 * i, 1);
-      ptx::BarrierInit(empty + 8 * i, 8);
+      ptx::BarrierInitWarps(empty + 8 * i, 8);
     }
     ptx::BarrierInitFence();
   }
@@ -212,8 +212,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
         case 3: AddReads<Element, true>(grads[l], grads[l + 1], tile + fragment, weights, d_o);
       }
     }
-    __syncwarp();
-    if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
+    ptx::BarrierArriveOnce(empty + 8 * stage);
     const int next = i - 1, clear = __ffs(~next) - 1;
 #pragma unroll
     for (int l = 0; l < kMaxLogSegment; ++l) {

@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(ChunkStatesShape<kWarpgroups>::kThreads,
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
       ptx::BarrierInit(full + 8 * i, 1);
-      ptx::BarrierInit(empty + 8 * i, 4 * kWarpgroups);
+      ptx::BarrierInitWarps(empty + 8 * i, 4 * kWarpgroups);
     }
     ptx::BarrierInitFence();
   }
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(ChunkStatesShape<kWarpgroups>::kThreads,
       float decay = ptx::LoadSharedF32(decays + 2 * kChunk);
       float node[32];
       ChunkState<Element>(node, k_tile, v_tile, decays, warp, lane);
-      if (lane == 0) ptx::BarrierArrive(empty + 8 * ring.stage);
+      ptx::BarrierArriveOnce(empty + 8 * ring.stage);
       ring.Advance(Shape::kStages);
 
       // A binary counter: the node takes in all pending ones that end where it begins.

@@ -206,14 +206,14 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
   if (threadIdx.x == 0) {
     ptx::BarrierInit(query, 1);
     ptx::BarrierInit(upper_full, 1);
-    ptx::BarrierInit(upper_empty, 12);
+    ptx::BarrierInitWarps(upper_empty, 12);
     for (int i = 0; i < Shape::kStages; ++i) {
       ptx::BarrierInit(full + 8 * i, 1);
-      ptx::BarrierInit(empty + 8 * i, 12);
+      ptx::BarrierInitWarps(empty + 8 * i, 12);
     }
     for (int i = 0; i < 2; ++i) {
-      ptx::BarrierInit(cross_full + 8 * i, 4);
-      ptx::BarrierInit(cross_empty + 8 * i, 4);
+      ptx::BarrierInitWarps(cross_full + 8 * i, 4);
+      ptx::BarrierInitWarps(cross_empty + 8 * i, 4);
     }
     ptx::BarrierInitFence();
   }
@@ -319,8 +319,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
     ptx::BarrierWait(upper_full, 0);
     zero_tail(upper, 4);
     add_scores(upper + 2 * kTileBytes, upper, true);
-    __syncwarp();
-    if (lane == 0) ptx::BarrierArrive(upper_empty);
+    ptx::BarrierArriveOnce(upper_empty);
   }
   int stage = 0, parity = 0;
   const auto next_stage = [&] {
@@ -551,11 +550,8 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
       std::uint32_t value[4][4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) ptx::LoadMatrix4(value[j], my_v ^ (32 * j));
-      __syncwarp();
-      if (lane == 0) {
-        ptx::BarrierArrive(empty + 8 * stage);
-        if (warpgroup == 0 && !kSecond) ptx::BarrierArrive(cross_empty + 8 * buffer);
-      }
+      ptx::BarrierArriveOnce(empty + 8 * stage);
+      if (warpgroup == 0 && !kSecond) ptx::BarrierArriveOnce(cross_empty + 8 * buffer);
       next_stage();
       start_dp(tile + 1 < tiles);
       if constexpr (kSecond) {
@@ -682,8 +678,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
         }
         if constexpr (!kSecond) {
           ptx::FenceAsyncShared();
-          __syncwarp();
-          if (lane == 0) ptx::BarrierArrive(cross_full + 8 * buffer);
+          ptx::BarrierArriveOnce(cross_full + 8 * buffer);
           level7.Reduce();
           flow.Reduce();
           __nv_bfloat16* out =
@@ -710,8 +705,7 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
         ptx::WgmmaWait<0>();
         ptx::PinRegisters(dk_lower);
       }
-      __syncwarp();
-      if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
+      ptx::BarrierArriveOnce(empty + 8 * stage);
       walk.Next();
       next_stage();
     }

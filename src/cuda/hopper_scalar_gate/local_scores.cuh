@@ -256,7 +256,6 @@ __device__ __forceinline__ void RunScores(std::uint32_t shared,
         WeightNodes<Element>(shared + Shape::kNodeWeights + ring.stage * Shape::kNodeWeightBytes,
                              item, head, place(j));
       }
-      __syncwarp();
       ptx::BarrierArriveOnce(barriers.weights_full + 8 * ring.stage);
 #pragma unroll
       for (int j = 0; j < kHalves; ++j) {

@@ -83,11 +83,11 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
     ptx::BarrierInit(query, 1);
     for (int i = 0; i < Shape::kNodeStages; ++i) {
       ptx::BarrierInit(full + 8 * i, 1);
-      ptx::BarrierInit(empty + 8 * i, 8);
+      ptx::BarrierInitWarps(empty + 8 * i, 8);
     }
     for (int i = 0; i < Shape::kHeadStages; ++i) {
       ptx::BarrierInit(head_full + 8 * i, 1);
-      ptx::BarrierInit(head_empty + 8 * i, 8);
+      ptx::BarrierInitWarps(head_empty + 8 * i, 8);
     }
     ptx::BarrierInitFence();
   }
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
       UseProducts<Element>(y0, dq0, q, wa, wb, dot);
       ptx::WgmmaWait<0>();
       ptx::PinRegisters(y1);
-      if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
+      ptx::BarrierArriveOnce(empty + 8 * stage);
       const float scale0 = ptx::Exp2(a0 + g), scale1 = ptx::Exp2(a1 + g);
       __nv_bfloat16* grads =
           b.scale_grads + (unit * p.weight_rows + kLocalLevels + i) * kChunk + t0;
@@ -218,8 +218,7 @@ __global__ void __launch_bounds__(NodeGradsShape::kThreads, 1)
       const bool last = ++i == nodes;
       const std::size_t this_unit = unit;
       if (last) {
-        // All of this head's reads of shared memory came before the aligned waits above.
-        if (lane == 0) ptx::BarrierArrive(head_empty + 8 * slot);
+        ptx::BarrierArriveOnce(head_empty + 8 * slot);
         i = 0;
         ++tile;
         ++slot;

@@ -87,7 +87,6 @@ struct OutputHeads {
       if (lane < kMaxNodes) {
         ptx::StoreSharedF32(to + kDecayBytes + 4 * lane, lane == 0 ? 0.f : gap);
       }
-      __syncwarp();
       ptx::BarrierArriveOnce(full);
       decays.Advance(Shape::kHeadStages);
       decay += chunks;

@@ -105,19 +105,22 @@ struct OutputBarriers {
     const auto init = [](std::uint32_t first, int count, int arrivals) {
       for (int i = 0; i < count; ++i) ptx::BarrierInit(first + 8 * i, arrivals);
     };
+    const auto init_warps = [](std::uint32_t first, int count, int warps) {
+      for (int i = 0; i < count; ++i) ptx::BarrierInitWarps(first + 8 * i, warps);
+    };
     init(full, Shape::kStages, 1);
-    init(empty, Shape::kStages, kConsumers);
-    init(head_full, Shape::kHeadStages, 2);  // decays by the copy engine, gaps by a warp
-    init(head_empty, Shape::kHeadStages, kScoreWarps);
+    init_warps(empty, Shape::kStages, kConsumers);
+    init(head_full, Shape::kHeadStages, 1 + ptx::kWarpArrivals);  // decays by the copy engine, gaps by a warp
+    init_warps(head_empty, Shape::kHeadStages, kScoreWarps);
     init(scales_full, kMaxScalesStages, 1);
-    init(scales_empty, kMaxScalesStages, kScoreWarps);
-    init(weights_full, Shape::kScoreStages, kScoreWarps);
-    init(scores_full, Shape::kScoreStages, kScoreWarps);
-    init(scores_empty, Shape::kScoreStages, kConsumers);
+    init_warps(scales_empty, kMaxScalesStages, kScoreWarps);
+    init_warps(weights_full, Shape::kScoreStages, kScoreWarps);
+    init_warps(scores_full, Shape::kScoreStages, kScoreWarps);
+    init_warps(scores_empty, Shape::kScoreStages, kConsumers);
     init(taken_full, Shape::kItemStages, 1);
     init(taken_empty, Shape::kItemStages, 1);
     init(item_full, Shape::kItemStages, 1);
-    init(item_empty, Shape::kItemStages, kConsumers + kScoreWarps);
+    init_warps(item_empty, Shape::kItemStages, kConsumers + kScoreWarps);
     ptx::BarrierInitFence();
   }
 };
@@ -132,7 +135,6 @@ struct ItemReader {
                                       const OutputBarriers<kKeySize>& barriers) {
     ptx::BarrierWait(barriers.item_full + 8 * ring.stage, ring.phase);
     const int item = static_cast<int>(ptx::LoadSharedU32(shared + Shape::kItems + 4 * ring.stage));
-    __syncwarp();
     ptx::BarrierArriveOnce(barriers.item_empty + 8 * ring.stage);
     ring.Advance(Shape::kItemStages);
     return __shfl_sync(~0u, item, 0);
@@ -206,7 +208,6 @@ struct HeadReader {
   __device__ __forceinline__ void Close(const OutputBarriers<kKeySize>& barriers, int head,
                                         bool last) {
     const bool tile_done = last || tiles.Starts(head + 1);
-    __syncwarp();
     ptx::BarrierArriveOnce(barriers.head_empty + 8 * decays.stage);
     if (tile_done) ptx::BarrierArriveOnce(barriers.scales_empty + 8 * scales.stage);
     decays.Advance(OutputShape<kKeySize>::kHeadStages);

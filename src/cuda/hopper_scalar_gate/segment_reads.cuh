@@ -115,8 +115,7 @@ __device__ __forceinline__ void SumReads(const BackwardParams& b, const SegmentP
 #pragma unroll
       for (int j = 0; j < kNodes; ++j) ptx::PinRegisters(reads[j]);
     }
-    __syncwarp();
-    if (lane == 0) ptx::BarrierArrive(empty + 8 * stage);
+    ptx::BarrierArriveOnce(empty + 8 * stage);
   }
   if (!at.exists) return;
   const std::size_t unit =
@@ -154,7 +153,7 @@ __global__ void __launch_bounds__(SegmentReadsShape::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
       ptx::BarrierInit(full + 8 * i, 1);
-      ptx::BarrierInit(empty + 8 * i, 8);
+      ptx::BarrierInitWarps(empty + 8 * i, 8);
     }
     ptx::BarrierInitFence();
   }

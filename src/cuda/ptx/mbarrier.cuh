@@ -23,8 +23,22 @@ __device__ __forceinline__ void BarrierArrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// One arrival for the whole, converged warp.
+// One arrival for the whole, converged warp and all that its lanes have done. compute-sanitizer's
+// racecheck takes into account only what the arriving thread itself has done: built for it, all
+// lanes arrive.
+#if defined(FENWICK_RACECHECK)
+inline constexpr std::uint32_t kWarpArrivals = 32;
+#else
+inline constexpr std::uint32_t kWarpArrivals = 1;
+#endif
+
+__device__ __forceinline__ void BarrierInitWarps(std::uint32_t barrier, std::uint32_t warps) {
+  BarrierInit(barrier, warps * kWarpArrivals);
+}
+
 __device__ __forceinline__ void BarrierArriveOnce(std::uint32_t barrier) {
+  __syncwarp();
+  if constexpr (kWarpArrivals > 1) return BarrierArrive(barrier);
   asm volatile(
       "{\n"
       ".reg .pred elected;\n"

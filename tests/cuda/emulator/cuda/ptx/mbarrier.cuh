@@ -12,6 +12,12 @@ using emulator::BarrierWait;
 
 inline void BarrierInitFence() {}
 
+inline constexpr std::uint32_t kWarpArrivals = 1;
+
+inline void BarrierInitWarps(std::uint32_t barrier, std::uint32_t warps) {
+  BarrierInit(barrier, warps);
+}
+
 // The lanes of a converged warp have all done what comes before.
 inline void BarrierArriveOnce(std::uint32_t barrier) {
   emulator::SyncWarp();
