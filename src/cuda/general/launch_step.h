@@ -35,7 +35,7 @@ void LaunchStepBlocks(const StepProblem& problem, cudaStream_t stream) {
   const std::int64_t blocks =
       problem.sequences * problem.H * ((problem.V + kColumns - 1) / kColumns);
   Launch("step", StepTokens<Transition, Access, kTiles, kBlocksPerSM>, blocks, kStepThreads,
-         ScratchBytes<T>(problem.K, kColumns), stream, problem);
+         ScratchBytes<Access, kTiles>(problem.K), stream, problem);
 }
 
 template <typename Transition, typename Storage>

@@ -23,16 +23,16 @@
 // when all others have folded.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/general/step_fold.cuh"
+#include "cuda/ptx/async.cuh"
 
 namespace fenwick::cuda::general {
 
-// Bytes of StepBlock::scratch of a block of `columns` columns.
-template <typename T>
-std::size_t ScratchBytes(int K, int columns) {
-  const std::size_t fold = FoldBytes<T>(K), partial = sizeof(T) * kStepWarps * columns;
-  return fold > partial ? fold : partial;
-}
+// Elements of a block's sums, one for each warp and column.
+template <typename T, int kTiles>
+inline constexpr int kPartialSums = kStepWarps* kTiles* kTileColumns<T>;
 
 // sum[i] += the ring's part of the thread's quad of columns in tile i. Tokens that do not exist
 // have weight zero.
@@ -60,43 +60,125 @@ __device__ inline void ReadRing(const StepBlock<T>& block, Quad<T> (&sum)[kTiles
   }
 }
 
-// The same for the nodes [slots, K, V]: a thread goes through its rows of the live ones. Where it
-// has no more, its last row is read again, with weight zero.
+// A thread's rows of the live nodes [slots, K, V], one after another.
+template <typename T>
+struct NodeRows {
+  const StepBlock<T>& block;
+  const T* nodes;
+  std::uint64_t live;  // nodes that the thread is not through with
+  const T* row;        // the current one; after the last one still that, and `exists` is false
+  bool exists = false;
+  int k, next_k;  // entry of K of the current row, and of the next one from the current node on
+
+  __device__ NodeRows(const StepBlock<T>& block, const T* nodes, std::uint64_t live)
+      : block(block),
+        nodes(nodes),
+        live(live),
+        row(nodes + (live != 0 ? __ffsll(live) - 1 : 0) * block.problem.state_size()),
+        next_k(block.lane()) {}
+
+  __device__ void Next() {
+    const StepProblem& problem = block.problem;
+    while (next_k >= problem.K && live != 0) {
+      next_k -= problem.K;
+      live &= live - 1;
+    }
+    exists = live != 0;
+    if (!exists) return;
+    k = next_k;
+    row = nodes + slot() * problem.state_size() + static_cast<std::int64_t>(k) * problem.V;
+    next_k += kRowLanes<T>;
+  }
+  __device__ int slot() const { return __ffsll(live) - 1; }
+  // What the row is multiplied by.
+  __device__ T Scale() const {
+    return exists ? block.shared.node_scale[slot()] * block.shared.read[k] : T(0);
+  }
+  // First column of the thread's quad in a tile of columns, one that may be read.
+  template <typename Access>
+  __device__ int Column(int tile) const {
+    return Access::Column(block.v0 + tile * kTileColumns<T> + 4 * block.quad(), block.problem.V);
+  }
+};
+
+// The first rows of the nodes that a thread reads are on their way to shared memory, to places of
+// its own, while the ring is worked on. Their number and bytes; a thread's copies are 16 bytes.
+template <typename Access, int kTiles>
+inline constexpr int kStagedRows = Access::kStagesNodes ? 8 / kTiles : 0;
+template <typename Access, int kTiles>
+inline constexpr int kStagedBytes = kStagedRows<Access, kTiles>* kTiles* kStepThreads * 16;
+
+template <typename Access, int kTiles, typename T>
+__device__ inline T* StagedQuad(T* staged, int row, int tile) {
+  return staged + ((row * kTiles + tile) * kStepThreads + threadIdx.x) * 4;
+}
+
+template <typename Access, int kTiles, typename T>
+__device__ inline void StageNodes(const StepBlock<T>& block, const T* nodes, std::uint64_t live,
+                                  T* staged) {
+  if constexpr (Access::kStagesNodes) {
+    NodeRows<T> rows(block, nodes, live);
+#pragma unroll
+    for (int r = 0; r < kStagedRows<Access, kTiles>; ++r) {
+      rows.Next();
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        ptx::CopyAsync(StagedQuad<Access, kTiles>(staged, r, tile),
+                       rows.row + rows.template Column<Access>(tile), rows.exists);
+      }
+    }
+  }
+}
+
+// sum[i] += the nodes' part of the thread's quad of columns in tile i, kRows rows at a time. Where a
+// thread has no more, its last row is read again, with weight zero.
 template <typename Access, int kTiles, int kRows, typename T>
 __device__ inline void ReadNodes(const StepBlock<T>& block, const T* nodes, std::uint64_t live,
-                                 Quad<T> (&sum)[kTiles]) {
-  const StepProblem& problem = block.problem;
-  int k = block.lane(), slot = __ffsll(live) - 1;
-  const T* row = nodes + slot * problem.state_size();
-  while (live != 0) {
+                                 const T* staged, Quad<T> (&sum)[kTiles]) {
+  NodeRows<T> rows(block, nodes, live);
+  constexpr int kStaged = kStagedRows<Access, kTiles>;
+  T staged_scale[kStaged + 1];
+#pragma unroll
+  for (int r = 0; r < kStaged; ++r) {
+    rows.Next();
+    staged_scale[r] = rows.Scale();
+  }
+  bool adds_staged = kStaged > 0;
+  const auto add_staged = [&] {  // while the first of the others are on their way
+    if (!adds_staged) return;
+    adds_staged = false;
+    if constexpr (Access::kStagesNodes) ptx::WaitForCopies();
+#pragma unroll
+    for (int r = 0; r < kStaged; ++r) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const auto* x =
+            reinterpret_cast<const Quad<T>*>(StagedQuad<Access, kTiles>(staged, r, tile));
+        AddScaled(sum[tile], staged_scale[r], *x);
+      }
+    }
+  };
+  while (rows.live != 0) {
     Quad<T> x[kRows][kTiles];
     T scale[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      while (k >= problem.K && live != 0) {
-        k -= problem.K;
-        live &= live - 1;
-      }
-      scale[r] = 0;
-      if (live != 0) {
-        slot = __ffsll(live) - 1;
-        scale[r] = block.shared.node_scale[slot] * block.shared.read[k];
-        row = nodes + slot * problem.state_size() + static_cast<std::int64_t>(k) * problem.V;
-      }
+      rows.Next();
+      scale[r] = rows.Scale();
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const int column =
-            Access::Column(block.v0 + tile * kTileColumns<T> + 4 * block.quad(), problem.V);
-        x[r][tile] = Access::LoadNode(row, column, problem.V);
+        x[r][tile] =
+            Access::LoadNode(rows.row, rows.template Column<Access>(tile), block.problem.V);
       }
-      k += kRowLanes<T>;
     }
+    add_staged();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) AddScaled(sum[tile], scale[r], x[r][tile]);
     }
   }
+  add_staged();
 }
 
 // Adds up the threads of a column and stores them in the row o of the head.
@@ -162,6 +244,14 @@ __device__ inline void AppendShared(const StepProblem& problem, int n, int head,
   if (problem.beta.ring != nullptr) append(problem.beta, head, heads);
 }
 
+// Bytes of StepBlock::scratch: what a fold needs, or sums and staged nodes.
+template <typename Access, int kTiles>
+std::size_t ScratchBytes(int K) {
+  using T = typename Access::Scalar;
+  const std::size_t reads = sizeof(T) * kPartialSums<T, kTiles> + kStagedBytes<Access, kTiles>;
+  return std::max(FoldBytes<T>(K), reads);
+}
+
 // block = (sequence, head, kTiles tiles of columns).
 template <typename Transition, typename Access, int kTiles, int kBlocksPerSM>
 __global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
@@ -177,6 +267,7 @@ __global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
   StepBlock<T> block{problem, shared, &SharedAs<T>(), n, head, v0, position, problem.base[n]};
   T* nodes = static_cast<T*>(problem.nodes) + (static_cast<std::int64_t>(n) * problem.H + head) *
                                                   problem.slots * problem.state_size();
+  T* staged = block.scratch + kPartialSums<T, kTiles>;
   const bool folds = block.old() + problem.tokens > kStateRing;
   const unsigned blocks = tiles * problem.H;  // of the sequence
   unsigned arrived = 0;                       // before this one
@@ -197,6 +288,7 @@ __global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
     const int slot = static_cast<int>(threadIdx.x) - kStateRing;
     const bool has_token = threadIdx.x < count;
     const bool has_node = slot >= 0 && slot < kMaxSlots && (live >> slot & 1) != 0;
+    StageNodes<Access, kTiles>(block, nodes, live, staged);
     T level_scale = 0;
     if (has_token || has_node) {
       const std::int64_t chunk = block.base / kChunk;
@@ -224,7 +316,7 @@ __global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
     __syncthreads();
     Quad<T> sum[kTiles] = {};
     ReadRing<Access>(block, sum);
-    ReadNodes<Access, kTiles, kLoadsInFlight / kTiles>(block, nodes, live, sum);
+    ReadNodes<Access, kTiles, kLoadsInFlight / kTiles>(block, nodes, live, staged, sum);
     StoreSums(block, sum, const_cast<char*>(TokenFinder(problem.o, n, head).New(j)));
   }
 

@@ -110,7 +110,8 @@ struct OutputBarriers {
     };
     init(full, Shape::kStages, 1);
     init_warps(empty, Shape::kStages, kConsumers);
-    init(head_full, Shape::kHeadStages, 1 + ptx::kWarpArrivals);  // decays by the copy engine, gaps by a warp
+    init(head_full, Shape::kHeadStages,
+         1 + ptx::kWarpArrivals);  // decays by the copy engine, gaps by a warp
     init_warps(head_empty, Shape::kHeadStages, kScoreWarps);
     init(scales_full, kMaxScalesStages, 1);
     init_warps(scales_empty, kMaxScalesStages, kScoreWarps);
