@@ -71,11 +71,9 @@ struct NodeRows {
   int k, next_k;  // entry of K of the current row, and of the next one from the current node on
 
   __device__ NodeRows(const StepBlock<T>& block, const T* nodes, std::uint64_t live)
-      : block(block),
-        nodes(nodes),
-        live(live),
-        row(nodes + (live != 0 ? __ffsll(live) - 1 : 0) * block.problem.state_size()),
-        next_k(block.lane()) {}
+      : block(block), nodes(nodes), live(live), row(nodes), next_k(block.lane()) {
+    if (live != 0) row += slot() * block.problem.state_size();
+  }
 
   __device__ void Next() {
     const StepProblem& problem = block.problem;
