@@ -24,6 +24,7 @@ _BUILD_FOLDERS = ("build/lib", "build/cuda/lib")  # in the source tree
 ATTENTION = {"log_linear_attention": False, "log_linear_gated_delta_rule": True}
 
 _loaded = False
+_library = torch.library.Library("fenwick", "IMPL")  # registrations live as long as it
 
 
 def library_path() -> Path:
@@ -107,7 +108,38 @@ def _fake(op: str, function: Any) -> None:
 
 
 def _autograd(op: str, backward: Any, setup_context: Any) -> None:
-    torch.library.register_autograd(f"fenwick::{op}", backward, setup_context=setup_context)
+    """What torch.library.register_autograd does, with a third less of the host's time for forward
+    and backward: no look at the schema in a call, and no dispatch to autograd in a backward."""
+    overload = getattr(torch.ops.fenwick, op).default
+    # The dispatcher leaves out arguments that have their default values.
+    defaults = [argument.default_value for argument in overload._schema.arguments]
+
+    def call(keyset: Any, args: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            *args, keyset = inputs
+            output = call(keyset, tuple(args))
+            setup_context(ctx, tuple(args), output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+            if torch.is_grad_enabled():  # create_graph=True: raises (`second`)
+                return (*backward(ctx, *grads), None)
+            with torch._C._AutoDispatchBelowAutograd():
+                return (*backward(ctx, *grads), None)
+
+    def kernel(keyset: Any, *given: Any) -> Any:
+        args = (*given, *defaults[len(given) :])
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return Function.apply(*args, keyset)
+        return call(keyset, args)
+
+    _library.impl(op, kernel, "Autograd", with_keyset=True)
 
     def second(ctx: Any, *grads: Tensor) -> None:
         raise NotImplementedError(f"{op}: second derivatives (create_graph=True) do not exist")

@@ -28,14 +28,14 @@ inline StepTensor MakeStepTensor(const TensorView& call, const TensorView& ring)
   return tensor;
 }
 
-template <typename Transition, typename Access, int kTiles, int kBlocksPerSM>
+template <typename Transition, typename Access, int kTiles>
 void LaunchStepBlocks(const StepProblem& problem, cudaStream_t stream) {
   using T = typename Access::Scalar;
   constexpr int kColumns = kTiles * kTileColumns<T>;
   const std::int64_t blocks =
       problem.sequences * problem.H * ((problem.V + kColumns - 1) / kColumns);
-  Launch("step", StepTokens<Transition, Access, kTiles, kBlocksPerSM>, blocks, kStepThreads,
-         ScratchBytes<Access, kTiles>(problem.K), stream, problem);
+  Launch("step", StepTokens<Transition, Access, kTiles>, blocks, kStepThreads,
+         ScratchBytes<Transition, Access, kTiles>(problem.K), stream, problem);
 }
 
 template <typename Transition, typename Storage>
@@ -47,11 +47,11 @@ void LaunchWideStep(const StepProblem& problem, cudaStream_t stream) {
     return columns / 2 < problem.V && blocks >= kEnoughBlocks;
   };
   if (pays(4)) {
-    LaunchStepBlocks<Transition, WideRows<Storage>, 4, 3>(problem, stream);
+    LaunchStepBlocks<Transition, WideRows<Storage>, 4>(problem, stream);
   } else if (pays(2)) {
-    LaunchStepBlocks<Transition, WideRows<Storage>, 2, 4>(problem, stream);
+    LaunchStepBlocks<Transition, WideRows<Storage>, 2>(problem, stream);
   } else {
-    LaunchStepBlocks<Transition, WideRows<Storage>, 1, 2>(problem, stream);
+    LaunchStepBlocks<Transition, WideRows<Storage>, 1>(problem, stream);
   }
 }
 
@@ -96,7 +96,7 @@ void LaunchStep(const Inputs& inputs, const TensorView& o, const Context& contex
       }
     }
   }
-  LaunchStepBlocks<Transition, AnyRows<T>, 1, 1>(problem, stream);
+  LaunchStepBlocks<Transition, AnyRows<T>, 1>(problem, stream);
 }
 
 }  // namespace fenwick::cuda::general

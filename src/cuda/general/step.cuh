@@ -13,7 +13,7 @@
 //   kReadDecays                  read has its decay
 //
 // Columns of V never mix: a block owns some tiles of columns of one head of one sequence. The time
-// of a step is that of reading the nodes once: loads of 16 bytes, kLoadsInFlight of them in flight
+// of a step is that of reading the nodes once: loads of 16 bytes, StepShape::kLoads of them in flight
 // in each thread. What comes before, the ring's keys, is repeated by the blocks of a head.
 //
 // One launch does, and nothing has to be reset between launches: blocks count themselves in the
@@ -99,42 +99,53 @@ struct NodeRows {
   }
 };
 
-// The first rows of the nodes that a thread reads are on their way to shared memory, to places of
-// its own, while the ring is worked on. Their number and bytes; a thread's copies are 16 bytes.
-template <typename Access, int kTiles>
-inline constexpr int kStagedRows = Access::kStagesNodes ? 8 / kTiles : 0;
-template <typename Access, int kTiles>
-inline constexpr int kStagedBytes = kStagedRows<Access, kTiles>* kTiles* kStepThreads * 16;
+// What suits blocks of kTiles tiles of columns (measured, docs/performance-cuda.md). Wide blocks of a
+// transition that erases have more registers, for its folds.
+template <typename Transition, typename Access, int kTiles>
+struct StepShape {
+  static constexpr bool kWide = Access::kWholeQuads && kTiles == 4;
+  static constexpr bool kErases = Transition::kErases;
+  static constexpr int kBlocksPerSM = !Access::kWholeQuads ? 1
+                                      : kTiles == 2        ? 4
+                                      : kWide && !kErases  ? 3
+                                                           : 2;
+  // Loads of nodes in flight in a thread.
+  static constexpr int kLoads = kTiles == 1 || (kWide && kErases) ? 16 : 8;
+  // Rows of nodes that are on their way to shared memory while the ring is worked on, 16 bytes a
+  // copy, each thread's to places of its own.
+  static constexpr int kStagedRows = kWide && kErases ? 2 : 0;
+  static constexpr int kStagedBytes = kStagedRows * kTiles * kStepThreads * 16;
+};
 
-template <typename Access, int kTiles, typename T>
+template <int kTiles, typename T>
 __device__ inline T* StagedQuad(T* staged, int row, int tile) {
   return staged + ((row * kTiles + tile) * kStepThreads + threadIdx.x) * 4;
 }
 
-template <typename Access, int kTiles, typename T>
+template <typename Shape, typename Access, int kTiles, typename T>
 __device__ inline void StageNodes(const StepBlock<T>& block, const T* nodes, std::uint64_t live,
                                   T* staged) {
-  if constexpr (Access::kStagesNodes) {
+  if constexpr (Shape::kStagedRows > 0) {
     NodeRows<T> rows(block, nodes, live);
 #pragma unroll
-    for (int r = 0; r < kStagedRows<Access, kTiles>; ++r) {
+    for (int r = 0; r < Shape::kStagedRows; ++r) {
       rows.Next();
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        ptx::CopyAsync(StagedQuad<Access, kTiles>(staged, r, tile),
+        ptx::CopyAsync(StagedQuad<kTiles>(staged, r, tile),
                        rows.row + rows.template Column<Access>(tile), rows.exists);
       }
     }
   }
 }
 
-// sum[i] += the nodes' part of the thread's quad of columns in tile i, kRows rows at a time. Where a
-// thread has no more, its last row is read again, with weight zero.
-template <typename Access, int kTiles, int kRows, typename T>
+// sum[i] += the nodes' part of the thread's quad of columns in tile i. Where a thread has no more
+// rows, its last one is read again, with weight zero.
+template <typename Shape, typename Access, int kTiles, typename T>
 __device__ inline void ReadNodes(const StepBlock<T>& block, const T* nodes, std::uint64_t live,
                                  const T* staged, Quad<T> (&sum)[kTiles]) {
   NodeRows<T> rows(block, nodes, live);
-  constexpr int kStaged = kStagedRows<Access, kTiles>;
+  constexpr int kRows = Shape::kLoads / kTiles, kStaged = Shape::kStagedRows;
   T staged_scale[kStaged + 1];
 #pragma unroll
   for (int r = 0; r < kStaged; ++r) {
@@ -145,13 +156,12 @@ __device__ inline void ReadNodes(const StepBlock<T>& block, const T* nodes, std:
   const auto add_staged = [&] {  // while the first of the others are on their way
     if (!adds_staged) return;
     adds_staged = false;
-    if constexpr (Access::kStagesNodes) ptx::WaitForCopies();
+    ptx::WaitForCopies();
 #pragma unroll
     for (int r = 0; r < kStaged; ++r) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const auto* x =
-            reinterpret_cast<const Quad<T>*>(StagedQuad<Access, kTiles>(staged, r, tile));
+        const auto* x = reinterpret_cast<const Quad<T>*>(StagedQuad<kTiles>(staged, r, tile));
         AddScaled(sum[tile], staged_scale[r], *x);
       }
     }
@@ -243,20 +253,21 @@ __device__ inline void AppendShared(const StepProblem& problem, int n, int head,
 }
 
 // Bytes of StepBlock::scratch: what a fold needs, or sums and staged nodes.
-template <typename Access, int kTiles>
+template <typename Transition, typename Access, int kTiles>
 std::size_t ScratchBytes(int K) {
   using T = typename Access::Scalar;
-  const std::size_t reads = sizeof(T) * kPartialSums<T, kTiles> + kStagedBytes<Access, kTiles>;
+  const std::size_t reads =
+      sizeof(T) * kPartialSums<T, kTiles> + StepShape<Transition, Access, kTiles>::kStagedBytes;
   return std::max(FoldBytes<T>(K), reads);
 }
 
 // block = (sequence, head, kTiles tiles of columns).
-template <typename Transition, typename Access, int kTiles, int kBlocksPerSM>
-__global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
+template <typename Transition, typename Access, int kTiles>
+__global__ void __launch_bounds__(kStepThreads, StepShape<Transition, Access, kTiles>::kBlocksPerSM)
     StepTokens(const __grid_constant__ StepProblem problem) {
   using T = typename Access::Scalar;
+  using Shape = StepShape<Transition, Access, kTiles>;
   constexpr int kColumns = kTiles * kTileColumns<T>;
-  constexpr int kLoadsInFlight = kTiles == 1 ? 16 : 8;
   __shared__ StepMemory<T> shared;
   const unsigned tiles = (problem.V + kColumns - 1) / kColumns, row = blockIdx.x / tiles;
   const int v0 = blockIdx.x % tiles * kColumns, head = row % problem.H, n = row / problem.H;
@@ -286,7 +297,7 @@ __global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
     const int slot = static_cast<int>(threadIdx.x) - kStateRing;
     const bool has_token = threadIdx.x < count;
     const bool has_node = slot >= 0 && slot < kMaxSlots && (live >> slot & 1) != 0;
-    StageNodes<Access, kTiles>(block, nodes, live, staged);
+    StageNodes<Shape, Access, kTiles>(block, nodes, live, staged);
     T level_scale = 0;
     if (has_token || has_node) {
       const std::int64_t chunk = block.base / kChunk;
@@ -314,7 +325,7 @@ __global__ void __launch_bounds__(kStepThreads, kBlocksPerSM)
     __syncthreads();
     Quad<T> sum[kTiles] = {};
     ReadRing<Access>(block, sum);
-    ReadNodes<Access, kTiles, kLoadsInFlight / kTiles>(block, nodes, live, staged, sum);
+    ReadNodes<Shape, Access>(block, nodes, live, staged, sum);
     StoreSums(block, sum, const_cast<char*>(TokenFinder(problem.o, n, head).New(j)));
   }
 

@@ -21,7 +21,7 @@ template <typename Storage>
 struct WideRows {
   using Scalar = float;
   using Raw = std::conditional_t<sizeof(Storage) == 4, float4, uint2>;
-  static constexpr bool kStagesNodes = true;  // rows of nodes are whole 16 bytes
+  static constexpr bool kWholeQuads = true;
 
   __device__ static int Column(int c, int width) { return c < width ? c : width - 4; }
   __device__ static Raw Load(const void* row, DType /*dtype*/, int column, int /*width*/) {
@@ -46,7 +46,7 @@ template <typename T>
 struct AnyRows {
   using Scalar = T;
   using Raw = Quad<T>;
-  static constexpr bool kStagesNodes = false;
+  static constexpr bool kWholeQuads = false;
 
   __device__ static int Column(int c, int /*width*/) { return c; }
   __device__ static Raw Load(const void* row, DType dtype, int column, int width) {
