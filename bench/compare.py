@@ -10,7 +10,7 @@ cannot run a length is reported with its error.
     python bench/compare.py --plot FILE.json ... --figure docs/figures/speed_h200.png
 
 The first form measures (a CUDA build and a GPU). The second draws (matplotlib) such files and those
-of bench/hopper_scalar_gate; a file whose context has a "note" is drawn with hollow markers.
+of bench/hopper_scalar_gate.
 """
 
 import argparse
@@ -151,6 +151,10 @@ CONTENDERS: dict[str, tuple[str, Callable[[int], Case], int]] = {
 }
 
 
+MILLION = "B 1, T 1,048,576"  # of the other calls
+KERNELS = "kernels"  # in the plot
+
+
 class Clock:
     """Medians of device time, the L2 cache flushed before each call."""
 
@@ -269,7 +273,7 @@ def extra_cases() -> dict[str, Callable[[], Case]]:
         f"packed, 2,050 documents of 0 to 31 tokens, {sum(short):,} in all": lambda: packed(short),
         "H = G = 16, K = V = 128, T 8,192": lambda: log_linear(GROUPED)(8192),
         "H = G = 16, K = V = 128, T 32,768": lambda: log_linear(GROUPED)(32768),
-        "B 1, T 1,048,576": lambda: log_linear(Shape(1, 1, 48, 128, 64))(1 << 20),
+        MILLION: lambda: log_linear(Shape(1, 1, 48, 128, 64))(1 << 20),
     }
 
 
@@ -374,7 +378,8 @@ def compare(
 
 
 def points_of(results: dict, name: str, key: str) -> list[tuple[int, float]]:
-    """(T, ms) of one contender in a file of this script or of bench/hopper_scalar_gate."""
+    """(T, ms) of one contender in a file of this script, or, of our kernels without torch, in one of
+    bench/hopper_scalar_gate."""
     if "times" in results:
         prefix = "H 48 K 128 V 64 T "
         return [
@@ -383,13 +388,16 @@ def points_of(results: dict, name: str, key: str) -> list[tuple[int, float]]:
                 row["forward_ms"] + (key == "both_ms") * row["backward_ms"],
             )
             for row in results["times"]
-            if name == "fenwick" and row["case"].startswith(prefix) and row["case"][-3:] != "191"
+            if name == KERNELS and row["case"].startswith(prefix) and row["case"][-3:] != "191"
         ]
-    return [
+    points = [
         (row["tokens"], row["contenders"][name][key])
         for row in results["lengths"]
         if key in row["contenders"].get(name, {})
     ]
+    if name == "fenwick" and key in results["others"].get(MILLION, {}):
+        points.append((1 << 20, results["others"][MILLION][key]))
+    return points
 
 
 def plot(files: list[dict], path: Path) -> None:
@@ -399,6 +407,7 @@ def plot(files: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     styles = {
+        KERNELS: ("#e8a09b", "-", ""),
         "fenwick": ("#b3261e", "-", "o"),
         "fla_log_linear": ("#555555", "-", "s"),
         "fla_simple_gla": ("#999999", ":", "s"),
@@ -407,25 +416,22 @@ def plot(files: list[dict], path: Path) -> None:
         "fenwick_delta": ("#e07b39", "--", "o"),
         "fla_delta": ("#999999", "--", "s"),
     }
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True)
     ticks: set[int] = set()
     for axis, key, title in zip(axes, ["forward_ms", "both_ms"], ["forward", "forward + backward"]):
-        for name, (label, _, _) in CONTENDERS.items():
-            color, dash, marker = styles[name]
-            style = {"color": color, "marker": marker, "ms": 4}
-            # Of several measurements of one length the last file's counts.
-            points: dict[int, tuple[float, bool]] = {}
-            for results in files:
-                hollow = "note" in results.get("context", {})
-                for tokens, ms in points_of(results, name, key):
-                    points[tokens] = (ms, hollow)
-            if not points:
+        for name, (color, dash, marker) in styles.items():
+            label = (
+                "fenwick log-linear Mamba-2, kernels alone"
+                if name == KERNELS
+                else CONTENDERS[name][0]
+            )
+            curve = sorted(point for results in files for point in points_of(results, name, key))
+            if not curve:
                 continue
-            curve = sorted((tokens, ms) for tokens, (ms, _) in points.items())
             ticks.update(tokens for tokens, _ in curve)
-            axis.loglog(*zip(*curve), color=color, ls=dash, lw=1.2, label=label)
-            for tokens, (ms, hollow) in points.items():
-                axis.loglog(tokens, ms, ls="", mfc="white" if hollow else color, **style)
+            axis.loglog(
+                *zip(*curve), color=color, ls=dash, lw=1.2, marker=marker, ms=4, label=label
+            )
         axis.set_title(f"{title}, ms, one H200, bfloat16", fontsize=10)
         axis.set_xlabel("tokens", fontsize=9)
         axis.set_xscale("log", base=2)
@@ -436,8 +442,9 @@ def plot(files: list[dict], path: Path) -> None:
         names = [f"{t // 1024}K" if t < 1 << 20 else f"{t >> 20}M" for t in sorted(ticks)]
         axis.set_xticks(sorted(ticks), names)
         axis.minorticks_off()
-    axes[0].legend(fontsize=7.5, frameon=False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    lines, labels = axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, fontsize=8, frameon=False, loc="lower center", ncol=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
 
