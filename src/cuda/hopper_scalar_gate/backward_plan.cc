@@ -42,39 +42,35 @@ void PlaceHeads(BackwardPlan& plan, const Inputs& inputs, int heads) {
   w = {};
   w.forward = PlaceForwardWorkspace(forward, !inputs.cu_seqlens.empty(), heads);
   w.bytes = w.forward.bytes;
-  const auto place = [&w](std::size_t& offset, std::size_t bytes) {
-    offset = w.bytes;
-    w.bytes += (bytes + 255) / 256 * 256;
-  };
   const int key_blocks = forward.key_size / kKeyBlock;
   const std::size_t tiles = static_cast<std::size_t>(heads) * forward.value_tiles * key_blocks;
   const std::size_t chunks = tiles * forward.layout.num_chunks;
   const std::size_t segments = tiles * forward.layout.num_segments;
-  place(w.segment_reads, segments * forward.layout.segment_levels * kStateElements * 4);
-  place(w.segment_grads, segments * kStateElements * 4);
-  place(w.segment_flow, segments * kFlowParts * 4);
-  place(w.chunk_grads, chunks * kStateElements * 2);
-  place(w.scale_grads, chunks * forward.weight_rows * kChunk * 2);
-  place(w.node_reads, chunks * kChunk * 4);
-  place(w.local_flow, chunks / key_blocks * 192 * 4);
+  w.segment_reads = Place(w.bytes, segments * forward.layout.segment_levels * kStateElements * 4);
+  w.segment_grads = Place(w.bytes, segments * kStateElements * 4);
+  w.segment_flow = Place(w.bytes, segments * kFlowParts * 4);
+  w.chunk_grads = Place(w.bytes, chunks * kStateElements * 2);
+  w.scale_grads = Place(w.bytes, chunks * forward.weight_rows * kChunk * 2);
+  w.node_reads = Place(w.bytes, chunks * kChunk * 4);
+  w.local_flow = Place(w.bytes, chunks / key_blocks * 192 * 4);
   const std::size_t head_chunks = static_cast<std::size_t>(heads) * forward.layout.num_chunks;
-  place(w.flow_change, head_chunks * kChunk * 4);
-  place(w.chunk_flow, head_chunks * sizeof(FlowStep));
+  w.flow_change = Place(w.bytes, head_chunks * kChunk * 4);
+  w.chunk_flow = Place(w.bytes, head_chunks * sizeof(FlowStep));
   const std::size_t total =
       static_cast<std::size_t>(inputs.q.size(0)) * inputs.q.size(1) * forward.key_size * 4;
   const std::size_t partial = total * (heads / together);
   const int local_runs = plan.MostLocalRuns();
-  place(w.node_dq, plan.node_runs.Runs(forward.shortest) * partial);
+  w.node_dq = Place(w.bytes, plan.node_runs.Runs(forward.shortest) * partial);
   if (local_runs > 1) {
-    place(w.local_dq, local_runs * partial);
-    place(w.local_dk, local_runs * partial);
+    w.local_dq = Place(w.bytes, local_runs * partial);
+    w.local_dk = Place(w.bytes, local_runs * partial);
   }
   if (together < heads_in_group) {
-    place(w.unfinished, std::min<std::size_t>(local_runs, 2) * key_blocks *
-                            forward.layout.num_chunks * kUnfinished * kWarpgroup * 4);
+    w.unfinished = Place(w.bytes, std::min<std::size_t>(local_runs, 2) * key_blocks *
+                                      forward.layout.num_chunks * kUnfinished * kWarpgroup * 4);
   }
   if (key_blocks > 1) {
-    place(w.value_shares, head_chunks * forward.value_tiles * kChunk * kValueTile * 4);
+    w.value_shares = Place(w.bytes, head_chunks * forward.value_tiles * kChunk * kValueTile * 4);
   }
 }
 

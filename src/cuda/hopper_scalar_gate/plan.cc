@@ -112,29 +112,27 @@ std::size_t WorkspaceTarget(std::size_t standard) {
 
 ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int heads) {
   ForwardWorkspace w;
-  const auto place = [&w](std::size_t& offset, std::size_t bytes) {
-    offset = w.bytes;
-    w.bytes += (bytes + 255) / 256 * 256;
-  };
   const std::size_t chunks = static_cast<std::size_t>(plan.layout.num_chunks) * heads;
   const std::size_t segments = static_cast<std::size_t>(plan.layout.num_segments) * heads;
   const std::size_t state = static_cast<std::size_t>(plan.value_tiles) * plan.key_size * kValueTile;
   if (packed) {
-    place(w.sequences, sizeof(Sequence) * plan.layout.num_sequences);
-    place(w.sequence_of_chunk, sizeof(int) * plan.layout.num_chunks);
-    place(w.sequence_of_segment, sizeof(int) * plan.layout.num_segments);
+    w.sequences = Place(w.bytes, sizeof(Sequence) * plan.layout.num_sequences);
+    w.sequence_of_chunk = Place(w.bytes, sizeof(int) * plan.layout.num_chunks);
+    w.sequence_of_segment = Place(w.bytes, sizeof(int) * plan.layout.num_segments);
   }
-  place(w.items_taken, sizeof(int));
-  place(w.local_decay, chunks * 2 * kChunk * 4);
-  place(w.decay_to_end, chunks * kDecayToEndBytes);
-  if (plan.scales_tile_heads == 0) place(w.weights, chunks * plan.weight_rows * kChunk * 2);
-  place(w.node_states, chunks * state * 2);
-  place(w.node_decay, chunks * 4);
-  place(w.segment_states, segments * state * 4);
-  place(w.segment_decay, segments * 4);
+  w.items_taken = Place(w.bytes, sizeof(int));
+  w.local_decay = Place(w.bytes, chunks * 2 * kChunk * 4);
+  w.decay_to_end = Place(w.bytes, chunks * kDecayToEndBytes);
+  if (plan.scales_tile_heads == 0) {
+    w.weights = Place(w.bytes, chunks * plan.weight_rows * kChunk * 2);
+  }
+  w.node_states = Place(w.bytes, chunks * state * 2);
+  w.node_decay = Place(w.bytes, chunks * 4);
+  w.segment_states = Place(w.bytes, segments * state * 4);
+  w.segment_decay = Place(w.bytes, segments * 4);
   if (plan.packed_states > 0) {
-    place(w.token_begin, (plan.packed_states + 1) * sizeof(std::int64_t));
-    place(w.chunk_begin, (plan.packed_states + 1) * sizeof(std::int64_t));
+    w.token_begin = Place(w.bytes, (plan.packed_states + 1) * sizeof(std::int64_t));
+    w.chunk_begin = Place(w.bytes, (plan.packed_states + 1) * sizeof(std::int64_t));
   }
   return w;
 }

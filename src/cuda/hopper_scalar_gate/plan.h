@@ -40,6 +40,13 @@ struct ForwardPlan {
   ForwardWorkspace workspace;
 };
 
+// Where an array of `size` bytes lies behind those that end at `end`.
+inline std::size_t Place(std::size_t& end, std::size_t size) {
+  const std::size_t begin = end;
+  end += (size + 255) / 256 * 256;
+  return begin;
+}
+
 // Places the forward's arrays for `heads` heads in a pass.
 ForwardWorkspace PlaceForwardWorkspace(const ForwardPlan& plan, bool packed, int heads);
 
