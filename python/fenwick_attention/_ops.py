@@ -131,9 +131,9 @@ def _register_autograd(op: str, backward: Any, setup_context: Any) -> None:
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            *args, keyset = inputs
-            output = call(keyset, tuple(args))
-            setup_context(ctx, tuple(args), output)
+            args, keyset = inputs[:-1], inputs[-1]
+            output = call(keyset, args)
+            setup_context(ctx, args, output)
             return output
 
         @staticmethod

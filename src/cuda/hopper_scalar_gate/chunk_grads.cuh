@@ -194,11 +194,7 @@ __global__ void __launch_bounds__(ChunkGradsShape::kThreads, 1)
     const std::uint32_t aux = shared + Shape::kAux + stage * Shape::kAuxBytes + 4 * (lane & 3);
     const int valid = place.length - (first + i) * kChunk;
     if (valid < kChunk && p.layout.sequences != nullptr) {
-      for (int k = 0; k < 3; ++k) {
-        ZeroRows(tile + k * kTileBytes, valid, kChunk, threadIdx.x, 2 * kWarpgroup);
-      }
-      ptx::FenceAsyncShared();
-      ptx::NamedBarrier(1, 2 * kWarpgroup);
+      ZeroTails(tile, 3, kChunk, valid, 2 * kWarpgroup);
     }
     const std::uint64_t d_o = TileDescriptor(tile + 2 * kTileBytes);
 #pragma unroll

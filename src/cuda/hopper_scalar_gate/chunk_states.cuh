@@ -224,12 +224,7 @@ __global__ void __launch_bounds__(ChunkStatesShape<kWarpgroups>::kThreads,
       if (valid < kChunk && p.layout.sequences != nullptr) {
         // What lies past a packed sequence may be anything, NaN included; past a tensor's end the
         // copy engine filled in zeros.
-        for (int k = 0; k <= kWarpgroups; ++k) {
-          ZeroRows(tiles + k * Shape::kTileBytes, valid, kChunk, threadIdx.x,
-                   kWarpgroups * kWarpgroup);
-        }
-        ptx::FenceAsyncShared();
-        ptx::NamedBarrier(1, kWarpgroups * kWarpgroup);
+        ZeroTails(tiles, kWarpgroups + 1, kChunk, valid, kWarpgroups * kWarpgroup);
       }
       float decay = ptx::LoadSharedF32(decays + 2 * kChunk);
       float node[32];

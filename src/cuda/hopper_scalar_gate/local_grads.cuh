@@ -290,12 +290,9 @@ __global__ void __launch_bounds__(LocalGradsShape::kThreads, 1)
   const std::uint32_t p0 = shared + Shape::kP, p1 = p0 + Shape::kHalf, cross = p0 + kTileBytes;
   // Of a packed sequence's last chunk; all warpgroups together, in the same order.
   const auto zero_tail = [&](std::uint32_t tile, int count) {
-    if (place.valid == kChunk || !packed) return;
-    for (int i = 0; i < count; ++i) {
-      ZeroRows(tile + i * kTileBytes, place.valid, kChunk, threadIdx.x, 3 * kWarpgroup);
+    if (place.valid < kChunk && packed) {
+      ZeroTails(tile, count, kChunk, place.valid, 3 * kWarpgroup);
     }
-    ptx::FenceAsyncShared();
-    ptx::NamedBarrier(1, 3 * kWarpgroup);
   };
   float scores[32];
   const auto add_scores = [&](std::uint32_t q_tiles, std::uint32_t k_tiles, bool accumulate) {

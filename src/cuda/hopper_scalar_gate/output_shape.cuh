@@ -105,8 +105,8 @@ struct OutputBarriers {
     const auto init = [](std::uint32_t first, int count, int arrivals) {
       for (int i = 0; i < count; ++i) ptx::BarrierInit(first + 8 * i, arrivals);
     };
-    const auto init_warps = [](std::uint32_t first, int count, int warps) {
-      for (int i = 0; i < count; ++i) ptx::BarrierInitWarps(first + 8 * i, warps);
+    const auto init_warps = [&](std::uint32_t first, int count, int warps) {
+      init(first, count, warps * ptx::kWarpArrivals);
     };
     init(full, Shape::kStages, 1);
     init_warps(empty, Shape::kStages, kConsumers);

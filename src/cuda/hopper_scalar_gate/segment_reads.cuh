@@ -72,11 +72,7 @@ __device__ __forceinline__ void SumReads(const BackwardParams& b, const SegmentP
     ptx::BarrierWait(full + 8 * stage, (i / Shape::kStages) & 1);
     const int valid = place.length - (first + i) * kChunk;
     if (valid < kChunk && p.layout.sequences != nullptr) {
-      for (int k = 0; k < 4; ++k) {
-        ZeroRows(tile + k * kTileBytes, valid, kChunk, threadIdx.x, 2 * kWarpgroup);
-      }
-      ptx::FenceAsyncShared();
-      ptx::NamedBarrier(1, 2 * kWarpgroup);
+      ZeroTails(tile, 4, kChunk, valid, 2 * kWarpgroup);
     }
     const std::uint32_t weights = shared + Shape::kWeights + stage * Shape::kWeightBytes +
                                   warpgroup * Shape::kNodes * kChunk * 2 + 4 * (lane & 3);

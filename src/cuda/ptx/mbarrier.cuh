@@ -23,9 +23,8 @@ __device__ __forceinline__ void BarrierArrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// One arrival for the whole, converged warp and all that its lanes have done. compute-sanitizer's
-// racecheck takes into account only what the arriving thread itself has done: built for it, all
-// lanes arrive.
+// Arrivals of a warp, see BarrierArriveOnce. compute-sanitizer's racecheck takes into account only
+// what the arriving thread itself has done: built for it, all lanes arrive.
 #if defined(FENWICK_RACECHECK)
 inline constexpr std::uint32_t kWarpArrivals = 32;
 #else
@@ -36,6 +35,7 @@ __device__ __forceinline__ void BarrierInitWarps(std::uint32_t barrier, std::uin
   BarrierInit(barrier, warps * kWarpArrivals);
 }
 
+// One arrival for the whole, converged warp and all that its lanes have done.
 __device__ __forceinline__ void BarrierArriveOnce(std::uint32_t barrier) {
   __syncwarp();
   if constexpr (kWarpArrivals > 1) return BarrierArrive(barrier);

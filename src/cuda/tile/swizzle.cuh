@@ -7,6 +7,7 @@
 
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/sync.cuh"
 
 namespace fenwick::cuda {
 
@@ -70,6 +71,18 @@ __device__ __forceinline__ void ZeroRows(std::uint32_t tile, int begin, int end,
   for (int i = begin * 8 + thread; i < end * 8; i += threads) {
     ptx::StoreSharedZero16(tile + i * 16);
   }
+}
+
+// Zeroes the rows from `begin` on of `count` tiles of `rows` rows, one behind the other. All of the
+// block's threads below `threads` call it; behind it (named barrier 1) their products may read the
+// tiles.
+__device__ __forceinline__ void ZeroTails(std::uint32_t tiles, int count, int rows, int begin,
+                                          int threads) {
+  for (int i = 0; i < count; ++i) {
+    ZeroRows(tiles + i * rows * kTileRowBytes, begin, rows, threadIdx.x, threads);
+  }
+  ptx::FenceAsyncShared();
+  ptx::NamedBarrier(1, threads);
 }
 
 }  // namespace fenwick::cuda
